@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # uv takes a fourth of pip's time; what it does not read are pip's settings, of which it is told the index.
 UV_INSTALL = index=$$($(BIN)/pip config list | sed -n "s/^[a-z:]*\.index-url='\(.*\)'$$/\1/p" | tail -n 1); \
 	$(BIN)/uv pip install --quiet --native-tls --python $(BIN)/python -c constraints.txt $${index:+--default-index "$$index"}
-EXTRAS := s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
+EXTRAS := train,s3,hf,modal,eks,fast,torchft,tensorboard,trackio,wandb,composer,dev
 
 # Set in many containers: each process that a test starts would compile our modules again, and pytest its tests.
 unexport PYTHONDONTWRITEBYTECODE

@@ -50,8 +50,8 @@ def main() -> int:
     with running_fast_s3() as server:
         os.environ |= server.environ()
         for ranks in options.ranks:
-            cut = shard_ranges(NUMEL, shard_numel_for(NUMEL, ranks, SHARD_NUMEL))
             for codec in options.codecs:
+                cut = shard_ranges(NUMEL, shard_numel_for(NUMEL, ranks, SHARD_NUMEL, codec))
                 foretold = bytes_down([stop - start for start, stop in cut], codec, ranks)
                 for path, expected in zip(("gather", "scatter_reduce"), foretold, strict=True):
                     requests, down, up = counted(server, ranks, codec, path)

@@ -70,7 +70,7 @@ bench-guard-runs: venv
 bench-fleet: venv
 	PYTHONPATH=tests/support:benchmarks $(BIN)/python benchmarks/fleet.py --days 4 --repetitions 6 --docs
 
-# Rounds of 4 to 1,024 replicas over a model of a store: docs/inside/performance.md, a minute of one core.
+# Rounds of 4 to 1,024 replicas over a model of a store: docs/inside/performance.md, two minutes of one core.
 bench-scale: venv
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/scale.py --docs $(OPTIONS)
 

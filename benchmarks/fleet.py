@@ -28,7 +28,7 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fleet_markets import FRESH, LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
+from fleet_markets import FAST, FRESH, LAST, OTHERS, PUBLISHED, TICK_S, TUNED, Market, Site
 from measuring import Results, Sample, heading, markdown, publish, sources_of
 
 from diloco_orchestrator.config import RunConfig, make_config
@@ -351,7 +351,7 @@ def best_fixed(market: Market, goal: float) -> Outcomes:
     return max(able, key=lambda each: each.tokens_per_usd) if able else Outcomes()
 
 
-MARKETS = {**TUNED, **OTHERS, **LAST, **PUBLISHED, **FRESH}
+MARKETS = {**TUNED, **OTHERS, **LAST, **PUBLISHED, **FRESH, **FAST}
 
 
 def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:

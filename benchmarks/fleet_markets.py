@@ -3,7 +3,7 @@
 `TUNED` are those that the policy was written with. `OTHERS` came afterwards; what it lost in two of them (own nights,
 lone) changed it later. `LAST` came after that change. `PUBLISHED` are records (`spot_records`). Losses in all of these
 changed it once more: a replica leaves once it has overpaid a start elsewhere. `FRESH` came after that, and changed
-nothing.
+nothing; nor did `FAST`.
 What is published elsewhere has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100,
 16 machines, August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every
 look, for five minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into
@@ -327,6 +327,49 @@ def preemptible(draw: random.Random, ticks: int) -> Market:
     return Market(sites)
 
 
+# -- prices that change faster than a start pays for: written after all those, and changed nothing --------------------
+
+
+def flips(draw: random.Random, ticks: int) -> Market:
+    """Three zones of one kind, each usual or 1.5 to 4 times as dear, in turn for ten minutes to two hours."""
+    sites = [_on_demand(draw, "a100", ticks)]
+    for zone in "abc":
+        usd, high = list[float](), False
+        while len(usd) < ticks:
+            price = _KINDS["a100"][0] / 3 * (draw.uniform(1.5, 4.0) if high else draw.uniform(0.8, 1.2))
+            usd += [round(price, 3)] * round(math.exp(draw.uniform(math.log(10), math.log(120))))
+            high = not high
+        sites.append(_site(draw, "a100", usd[:ticks], [16] * ticks, f"a100 spot {zone}"))
+    return Market(sites)
+
+
+def reverting(draw: random.Random, ticks: int) -> Market:
+    """Four zones of one kind whose prices wander every five minutes, and come back within an hour."""
+    sites = [_on_demand(draw, "a10g", ticks)]
+    for zone in "abcd":
+        level, usd = 0.0, list[float]()
+        for tick in range(ticks):
+            if tick % 5 == 0:
+                level = 0.93 * level + draw.gauss(0.0, 0.15)
+            usd.append(round(_KINDS["a10g"][0] / 3 * math.exp(level), 3))
+        sites.append(_site(draw, "a10g", usd, [16] * ticks, f"a10g spot {zone}"))
+    return Market(sites)
+
+
+def peaks(draw: random.Random, ticks: int) -> Market:
+    """Three kinds at .3 of their price for 90 minutes in the mean, then at .5 to 2 times it for 5 or 60."""
+    sites = [_on_demand(draw, "h100", ticks)]
+    for kind in ("l4", "a100", "h100"):
+        usd = list[float]()
+        while len(usd) < ticks:
+            usd += [round(_KINDS[kind][0] * 0.3, 3)] * round(draw.expovariate(1 / 90) + 1)
+            price = round(_KINDS[kind][0] * draw.uniform(0.5, 2.0), 3)
+            usd += [price] * round(draw.expovariate(1 / draw.choice([5, 60])) + 1)
+        sites.append(_site(draw, kind, usd[:ticks], [16] * ticks, f"{kind} spot"))
+    return Market(sites)
+
+
+FAST: Mapping[str, Generator] = {"flips": flips, "reverting": reverting, "peaks": peaks}
 FRESH: Mapping[str, Generator] = {
     "k80 zone, 2022": k80_zone,
     "v100 rare, 2023": v100_rare,

@@ -8,14 +8,15 @@ ones: their CPU seconds and sizes are measured here, on as many replicas. Modell
 latency of each request (lognormal), the requests a second that one prefix of a store takes, the bandwidth of each
 replica, requests that fail and are sent again, replicas that die, and the seconds of arithmetic. A replica's phases
 follow one another; what all replicas send in a phase takes at least its number over the store's rate. Behind the table
-stands, for a grid of links, how much slower the path that `"auto"` takes is than the other one.
+stands, for a grid of links, how much slower the path that `"auto"` takes is than the other one: by `agreed_link`, which
+measures over the same latencies and bandwidths.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -23,8 +24,11 @@ from itertools import product
 import numpy as np
 from measuring import machine, markdown, publish, sources_of
 from numpy.typing import NDArray
+from virtual_time import VirtualBackground, VirtualClock, VirtualTime
 
 from diloco_orchestrator.allreduce.dealing import (
+    ASSUMED,
+    Link,
     at_once_for,
     average_codec_of,
     bytes_down_of_round,
@@ -33,13 +37,15 @@ from diloco_orchestrator.allreduce.dealing import (
     reduced_size,
     shard_numel_of,
 )
+from diloco_orchestrator.allreduce.link import agreed_link
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.clock import MOST_PARALLEL
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.config import RunConfig, make_config
+from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.costs import forecast
-from diloco_orchestrator.protocol import pace, rounds, weights
+from diloco_orchestrator.protocol import keys, pace, rounds, weights
 from diloco_orchestrator.protocol.check_records import Checked, ReadShards
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import By, Stamp
@@ -56,6 +62,7 @@ from diloco_orchestrator.protocol.records import (
 )
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 from diloco_orchestrator.protocol.void_commits import why_unread
+from diloco_orchestrator.store.memory import MemoryStore
 
 Seconds = NDArray[np.float64]
 STAMP = Stamp("0123456789abcdef", lambda: 1_700_000_000.0)
@@ -274,11 +281,10 @@ def _records(n: int, shards: int, dealt: int) -> Records:
 # -- one round ---------------------------------------------------------------------------------------------------------
 
 
-def played(config: RunConfig, numel: int, scatter: bool, place: Place, compute_s: float, seed: int = 0) -> Round:
-    """One round of a fleet, phase by phase."""
-    rng, n = np.random.default_rng(seed), config.replicas
-    path = "scatter_reduce" if scatter else "gather"
-    lengths = [b - a for a, b in shard_ranges(numel, shard_numel_of(config, path, [numel]))]
+def played(config: RunConfig, numel: int, path: str, place: Place, compute_s: float, link: Link = ASSUMED) -> Round:
+    """One round of a fleet, phase by phase. `link`: by which a run with path="auto" cuts its shards."""
+    rng, n, scatter = np.random.default_rng(0), config.replicas, path == "scatter_reduce"
+    lengths = [b - a for a, b in shard_ranges(numel, shard_numel_of(config, path, [numel], lambda: link))]
     codec, average = get_codec(config.codec), average_codec_of(config.codec)
     shards, size = len(lengths), float(sum(map(codec.encoded_size, lengths)))
     averages = sum(reduced_size(each, average) for each in lengths)
@@ -286,13 +292,14 @@ def played(config: RunConfig, numel: int, scatter: bool, place: Place, compute_s
     dead = rng.random(n) < place.dying
     dead[0] = False
     dealing = dealing_of(9, config, range(n)) if scatter else None
-    dealt = 0.0
+    dealt = busiest = 0.0
     if dealing is not None:
         readers = {
             len(dealing.readers(author, index)) for author in range(min(n, 4)) for index in range(min(shards, 16))
         }
         assert readers == {2}
         dealt = 2.0 * shards / n * (n / (n - 1))  # shards of each other replica's payload that a replica reads
+        busiest = max(dealt, 2.0 * (shards // n) + min(shards % n, 2))  # where they cannot be dealt evenly
     records = records_of(config, shards, max(1, round(dealt)) if scatter else 0)
 
     def each(call: Callable[[], float]) -> Seconds:
@@ -309,10 +316,10 @@ def played(config: RunConfig, numel: int, scatter: bool, place: Place, compute_s
     done.phases["publish"] = bounded(float(sent.max()), n * (shards + 1), place.puts_per_s) + encode_s
     # Receive: the slowest replica reads all that is dealt to it after its own contribution.
     payload_reads = (n - 1) * (dealt if scatter else float(shards))
-    of_payloads = payload_reads / shards * size
-    read_s = (of_payloads + n * records.manifest) / place.down
-    receive = each(lambda: max(read_s, place.requests_s(n + payload_reads, MOST_PARALLEL, one)))
-    verify_s = payload_reads / shards * 4 * numel / place.arithmetic + n * records.manifest_s
+    slowest_reads = (n - 1) * (busiest if scatter else float(shards))
+    read_s = (slowest_reads / shards * size + n * records.manifest) / place.down
+    receive = each(lambda: max(read_s, place.requests_s(n + slowest_reads, MOST_PARALLEL, one)))
+    verify_s = slowest_reads / shards * 4 * numel / place.arithmetic + n * records.manifest_s
     done.phases["receive"] = bounded(float(receive.max()), n * (n + payload_reads), place.gets_per_s) + verify_s
     if scatter:
         tell = each(lambda: max(n * records.checked / place.down, place.requests_s(n + 2, MOST_PARALLEL, one)))
@@ -324,11 +331,11 @@ def played(config: RunConfig, numel: int, scatter: bool, place: Place, compute_s
         min(pause_s, 2.0) + place.requests_s(1, 1, one) + records.commit_s + records.commit / place.down
     )
     # Average and step.
-    made = 2.0 / n + (1.0 / shards if shards > 2 * shards / n else 0.0) if scatter else 1.0
+    made = (busiest + 1.0) / shards if scatter else 1.0
     arithmetic = made * n * 4 * numel / place.arithmetic + 3 * 4 * numel / place.arithmetic
     done.phases["average"] = arithmetic
     if scatter:
-        own = 2.0 * shards / n
+        own = busiest
         drawn = n - 1 - 2 * dealt / shards
         rest = shards - own - 1
         written = each(lambda: place.requests_s(own / 2 + 1, 1, one) + averages / n / place.up)
@@ -374,15 +381,12 @@ def config_of(n: int, codec: str, path: str) -> RunConfig:
 
 def table(given: argparse.Namespace) -> str:
     place, rows = place_of(given), []
+    link = measured(place)
     for billions, codec, n in product(given.billions, given.codecs, given.replicas):
         numel, config = round(billions * 1e9), config_of(n, codec, "auto")
-        by_path = {
-            path: played(config_of(n, codec, path), numel, path == "scatter_reduce", place, given.compute)
-            for path in ("gather", "scatter_reduce")
-            if n > 2 or path == "gather"
-        }
-        chosen = path_of(config, [numel])
-        one = by_path[chosen]
+        chosen = path_of(config, [numel], lambda: link)
+        one = played(config, numel, chosen, place, given.compute, link)
+        others = by_names(n, codec, numel, place, given.compute)
         requests_usd = forecast(config_of(n, codec, chosen), given.compute, numel).requests_usd
         phases = ", ".join(f"{name} {s:.1f}" for name, s in one.phases.items() if s >= 0.05 * one.sync_s)
         rows.append(
@@ -392,7 +396,7 @@ def table(given: argparse.Namespace) -> str:
                 f"{n}",
                 chosen.replace("_", "-"),
                 f"{one.sync_s:.1f}",
-                f"{min(each.sync_s for each in by_path.values()):.1f}",
+                f"{min(one.sync_s, *others):.1f}",
                 phases,
                 f"{one.up / 1e9:.2f}",
                 f"{one.payload_down / 1e9:.2f}",
@@ -414,20 +418,68 @@ def table(given: argparse.Namespace) -> str:
     return f"{words}\n\n{markdown(columns, rows)}"
 
 
+class FarStore(MemoryStore):
+    """A store at a `Place`: requests of random latency, whose bytes pass one link one after the other."""
+
+    def __init__(self, place: Place, clock: VirtualClock, seed: Sequence[int]) -> None:
+        super().__init__()
+        self._place, self._clock, self._rng = place, clock, np.random.default_rng(seed)
+        self._free = {place.up: 0.0, place.down: 0.0}
+
+    def _pass(self, size: int, rate: float) -> None:
+        latency_s = self._place.latency_s * math.exp(self._place.sigma * self._rng.standard_normal())
+        began = self._clock.now()
+        self._free[rate] = max(began, self._free[rate]) + size / rate
+        self._clock.sleep(max(latency_s, self._free[rate] - began))
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        try:
+            data = super().get(key, start, end)
+        except ObjectMissing:
+            self._pass(0, self._place.down)
+            raise
+        self._pass(len(data), self._place.down)
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self._pass(len(data), self._place.up)
+        super().put(key, data)
+
+
+def measured(place: Place, *seed: int) -> Link:
+    """The link that a replica at a place measures, on virtual time."""
+    world, found = VirtualTime(), list[Link]()
+
+    def measure(clock: VirtualClock) -> None:
+        store = FarStore(place, clock, seed)
+        stamp, background = Stamp("0123456789abcdef", clock.wall_time), VirtualBackground(clock)
+        found.append(agreed_link(store, clock, background, stamp, 0, lambda it: store.create(keys.LINK, it.to_bytes())))
+
+    world.spawn("replica", measure)
+    world.run()
+    return found[0]
+
+
+def by_names(n: int, codec: str, numel: int, place: Place, compute_s: float) -> list[float]:
+    """Seconds of a round by each path, as of a run that names it."""
+    paths = ("gather", "scatter_reduce") if n > 2 else ("gather",)
+    return [played(config_of(n, codec, path), numel, path, place, compute_s).sync_s for path in paths]
+
+
 def regret(given: argparse.Namespace) -> str:
     """How much slower than the other path the one is that "auto" takes, over a grid of fleets and links."""
-    worst, over, count = [], 0, 0
+    worst, over, count, links = [], 0, 0, dict[tuple[int, int, int], Link]()
     for n, millions, codec, mb, ms in product(
         (4, 8, 16, 64), (1, 25, 1000, 7000), ("fp32", "int8", "int4"), (100, 500, 1000, 10_000), (5, 30, 100)
     ):
         place = replace(place_of(given), latency_s=ms / 1000, up=mb / 8 * 1e6, down=mb / 8 * 1e6)
         numel = round(millions * 1e6)
-        took = {
-            path: played(config_of(n, codec, path), numel, path == "scatter_reduce", place, given.compute).sync_s
-            for path in ("gather", "scatter_reduce")
-        }
-        chosen = path_of(config_of(n, codec, "auto"), [numel])
-        slower = took[chosen] / min(took.values()) - 1
+        if (n, mb, ms) not in links:
+            links[n, mb, ms] = measured(place, n, mb, ms)
+        link, config = links[n, mb, ms], config_of(n, codec, "auto")
+        chosen = path_of(config, [numel], lambda link=link: link)  # type: ignore[misc]
+        took_s = played(config, numel, chosen, place, given.compute, link).sync_s
+        slower = took_s / min(took_s, *by_names(n, codec, numel, place, given.compute)) - 1
         count, over = count + 1, over + (slower > 0.1)
         worst.append((slower, f"N={n}, {millions} million, {codec}, {mb} Mb/s, {ms} ms: {chosen}"))
     worst.sort(reverse=True)

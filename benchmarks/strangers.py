@@ -34,12 +34,9 @@ DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replic
 UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
 HALF = "drift, half as large"
 AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
-# Scripts of which an average gets something before they are left out, and such as are left out from the first round on,
-# whom no aggregate ever has.
-AVERAGED = (
-    *("sign flip x10", "sign flip, just below the limit", "sign flip x1"),
-    *("drift: a constant direction added", HALF, "random noise of the usual norm", "replay of its first payload"),
-)
+# Scripts of which an average gets something before they are left out. Of those that are left out from the first round
+# on, or refused, none gets anything.
+AVERAGED = "drift: a constant direction added", HALF, "replay of its first payload"
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
+from diloco_orchestrator.executors.error_sections import Documented
 from diloco_orchestrator.executors.prices import Price
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_PERMANENT, EXIT_PREEMPTED, EXIT_SUPERSEDED
 
 HANDLE_SCHEMA = 1
 
 
-class ExecutorError(Exception):
+class ExecutorError(Documented):
     """Base of the errors that executors raise."""
 
 

@@ -83,11 +83,21 @@ class LocalProcessExecutor(RemoteExecutor):
     # -- launching -----------------------------------------------------------------------------------------------
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
-        """The command and environment variables that `launch` would use, secrets redacted. Starts nothing."""
+        """The command and environment variables that `launch` would use, secrets redacted. Starts nothing.
+
+        Raises ValueError for more ranks than the replica would see GPUs; it may see none, and train on the CPU.
+        """
+        gpu = self._gpu(request)
+        if gpu and 0 < len(seen := visible_gpus(gpu)) < request.ranks:
+            raise ValueError(
+                f"replica {request.replica_id} has {request.ranks} ranks, each of which trains on its own GPU, and "
+                f"would see {len(seen)} here ({', '.join(seen)}). Set ranks_per_replica={len(seen)} (--ranks) or less; "
+                f"with {VISIBLE} set to nothing its ranks train on the CPU."
+            )
         return {
             "command": _argv(request.command),
             "env": {
-                **self._gpu(request),
+                **gpu,
                 **request.env,
                 **_threads(request),
                 **dict.fromkeys(request.secrets, "<redacted>"),

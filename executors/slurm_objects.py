@@ -353,4 +353,6 @@ def status_of(job: Job, timed: bool) -> ReplicaStatus:
     if state is ReplicaState.FAILED and reason == "exit" and code is not None:
         return ended_status(code, job.state, timed=timed)
     message = "" if job.reason in ("", "None") else job.reason
+    if message and state is ReplicaState.PENDING:
+        message = f"{job.state} ({message})"  # as squeue prints it
     return ReplicaStatus(state, reason, 0 if state is ReplicaState.SUCCEEDED else code, job.state, message)

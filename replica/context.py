@@ -176,7 +176,7 @@ class ReplicaContext:
         shares = self.ranks > 1 or any(map(is_sharded, attached.parameters.values()))
         optimizers = RankedOptimizers(optimizer) if shares and not self.rank else InnerOptimizers(optimizer)
         attached.check_optimized(optimizers, saved)
-        self._ranks.await_all("ctx.attach")
+        self._ranks.await_all("ctx.attach", self._attempt.config.timing.startup_timeout_s)
         replica = f"{self.seed}/replica {self.replica_id}"
         island = Island(self._ranks, attached, optimizers, saved, heldout, replica)
         if self.rank:

@@ -6,10 +6,10 @@ Needs no torch. `allreduce.scatter_reduce` computes the averages.
 
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.clock import MOST_PARALLEL
@@ -20,19 +20,30 @@ from diloco_orchestrator.protocol.records import Start
 log = logging.getLogger(__name__)
 
 EXACT = "fp32"  # codec that changes no bit
-# So many that a drawn shard is a small part of all, and the last one hardly shorter; but every rank writes and reads
-# objects by their number, and a store takes some thousand requests a second (`benchmarks/scale.py`).
-_SHARDS_A_RANK, _MOST_SHARDS = 4, 256
+# More shards than these spread bytes no better. Large fleets take fewer where that costs less: every rank writes and
+# reads objects by their number, and a store takes some thousand requests a second. Below 64 it hardly costs less.
+_SHARDS_A_RANK, _MOST_SHARDS, _FEW_SHARDS = 4, 256, 64
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
 _FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
 _BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
 
 _WRITTEN_AT_ONCE = 4  # payload shards
 
-# The link for which `path="auto"` chooses. All ranks must choose alike, so none goes by what it has measured. Over the
-# fleets and links of `benchmarks/scale.py` it chooses right most often with this one.
-LINK = "50 ms and 500 Mb/s"
-_ROUND_TRIP_S, _BYTES_PER_S = 0.05, 62.5e6
+# Requests a second of all ranks together, as S3 documents them for one prefix; bytes of fp32 a second that a rank
+# decodes, adds or hashes: 16 cores take more, two take less.
+_GETS_PER_S, _PUTS_PER_S, _ARITHMETIC = 5500.0, 3500.0, 10e9
+_SLOWEST = 1.75  # times the latency: the slowest request of those for which a round waits at one time
+
+
+class Link(NamedTuple):
+    """The way of a rank to the store while all ranks use it. `path="auto"` predicts times from it."""
+
+    latency_s: float  # seconds of a small request, in the median
+    up: float  # bytes a second
+    down: float
+
+
+ASSUMED = Link(0.05, 62.5e6, 62.5e6)  # where none was measured: 50 ms and 500 Mb/s
 
 
 def at_once_for(numel: int) -> int:
@@ -51,12 +62,6 @@ def average_codec_of(codec: str) -> str | None:
     """
     found = get_codec(codec).fine or codec
     return None if found == EXACT else found
-
-
-def shard_numel_for(numel: int, world_size: int, most: int) -> int:
-    """Elements per shard, at most `most`: a multiple of every codec's group, small enough that each rank has some."""
-    shards = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS))
-    return min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
 
 
 def dealers(
@@ -139,34 +144,78 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
     return round(2 * payload_bytes + drawn_bytes + replicas * (not_dealt - drawn) * averages / shards)
 
 
-def predicted_s(numel: int, codec: str, world_size: int, most: int) -> tuple[float, float]:
-    """Seconds that a rank's transfers and requests take over `LINK`: (by gather, by scatter-reduce), for three ranks or
-    more.
+def shard_numel_for(numel: int, world_size: int, most: int, codec: str = EXACT, link: Link = ASSUMED) -> int:
+    """Elements per shard, at most `most`, with which scatter-reduce takes the least time over `link`.
 
-    Payload shards are written four at a time, and up to `MOST_PARALLEL` objects read at the same time. `most`: the
-    largest number of elements in a shard.
+    It is a multiple of every codec's group. Candidates are four shards a rank, but at most 256 or one a rank, and a
+    half, a quarter and so on of that number, down to 64 and to one for two ranks.
     """
-    whole = [stop - start for start, stop in shard_ranges(numel, most)]
-    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel_for(numel, world_size, most))]
-    size, average, shards = get_codec(codec).encoded_size, average_codec_of(codec), len(lengths)
-    gathered, payload = world_size * sum(map(size, whole)), sum(map(size, lengths))
-    scattered = payload + bytes_down_of_round(world_size * payload, lengths, average, world_size) / world_size
-    scattered += sum(reduced_size(each, average) for each in lengths) / world_size
-    own = 2 * shards / world_size
-    rest = max(0.0, shards - own - 1)  # averages that others make
-    trips = len(whole) / _WRITTEN_AT_ONCE + _batches((world_size - 1) * len(whole))
-    # Payload shards, what is dealt of others', check records; own averages, the drawn shard, records, others' averages.
-    more = shards / _WRITTEN_AT_ONCE + _batches(2 * shards) + _batches(world_size) + 2
-    more += own / 2 + 1 + 2 * _batches(world_size) + rest / at_once_for(max(lengths, default=0))
-    return gathered / _BYTES_PER_S + _ROUND_TRIP_S * trips, scattered / _BYTES_PER_S + _ROUND_TRIP_S * more
+    shards, cuts = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS)), dict[int, float]()
+    while shards >= max(world_size // 2, _FEW_SHARDS) or not cuts:
+        cut = min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
+        if cut not in cuts:
+            cuts[cut] = _scatter_s(numel, codec, world_size, cut, link)
+        shards //= 2
+    return min(cuts, key=lambda cut: cuts[cut])
 
 
-def _batches(requests: int) -> int:
-    return -(-requests // MOST_PARALLEL)
+def predicted_s(numel: int, codec: str, world_size: int, most: int, link: Link = ASSUMED) -> tuple[float, float]:
+    """Seconds in which ranks average a vector over `link`: (by gather, by scatter-reduce), for three ranks or more.
+
+    A part of a round takes as long as the slowest of its bytes, of one rank's requests and of the requests of all ranks
+    together; parts follow one another. Payload shards are written four at a time, and up to `MOST_PARALLEL` objects
+    read at the same time. `most`: the largest number of elements in a shard.
+    """
+    cut = shard_numel_for(numel, world_size, most, codec, link)
+    return _gather_s(numel, codec, world_size, most, link), _scatter_s(numel, codec, world_size, cut, link)
 
 
-def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: int) -> bool:
-    """Whether a vector of `numel` elements is averaged by scatter-reduce. `path`: the setting; "auto" predicts times.
+def _gather_s(numel: int, codec: str, n: int, shard_numel: int, link: Link) -> float:
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel)]
+    size, requests = sum(map(get_codec(codec).encoded_size, lengths)), n + (n - 1) * len(lengths)
+    took_s = _writing_s(size, len(lengths), n, link) + _reading_s((n - 1) * size, requests, requests, n, link)
+    return took_s + (2 * n - 1) * 4 * numel / _ARITHMETIC
+
+
+def _scatter_s(numel: int, codec: str, n: int, shard_numel: int, link: Link) -> float:
+    lengths = [stop - start for start, stop in shard_ranges(numel, shard_numel)]
+    shards, size = max(1, len(lengths)), sum(map(get_codec(codec).encoded_size, lengths))
+    averages = sum(reduced_size(each, average_codec_of(codec)) for each in lengths)
+    mean, dealt = 2 * shards / n, 2 * (shards // n) + min(shards % n, 2)  # shards that a rank deals; at the most
+    rest = max(0.0, shards - mean - 1)  # averages that others make
+    took_s = _writing_s(size, shards, n, link) + ((dealt + 1) * n / shards + 2) * 4 * numel / _ARITHMETIC
+    took_s += _reading_s(dealt / shards * n * size, n + n * dealt, n + n * mean, n, link)  # payloads
+    took_s += _reading_s(0, n + 2, n, n, link)  # check records
+    # The shards that it owns, one after the other, and its record; the drawn one; records and averages of others.
+    slow_s = _SLOWEST * link.latency_s
+    in_turn_s = (dealt / 2 + 1 + _batches(n)) * slow_s + averages / n / link.up
+    in_turn_s += _reading_s((n - 1) / shards * size, n - 1, 0, n, link)
+    in_turn_s += rest * max(averages / shards / link.down, slow_s / at_once_for(max(lengths, default=0)))
+    return took_s + max(in_turn_s, n * (2 * n + rest) / _GETS_PER_S)
+
+
+def _writing_s(size: int, shards: int, ranks: int, link: Link) -> float:
+    """Seconds in which each of `ranks` writes `size` bytes in so many shards, then a record."""
+    slow_s = _SLOWEST * link.latency_s
+    return max(
+        size / link.up + slow_s, (_batches(shards, _WRITTEN_AT_ONCE) + 1) * slow_s, ranks * (shards + 1) / _PUTS_PER_S
+    )
+
+
+def _reading_s(size: float, requests: int, mean: float, ranks: int, link: Link) -> float:
+    """Seconds in which a rank reads `size` bytes by `requests`, while `ranks` send `mean` requests each."""
+    return max(size / link.down, _batches(requests) * _SLOWEST * link.latency_s, ranks * mean / _GETS_PER_S)
+
+
+def _batches(requests: int, at_once: int = MOST_PARALLEL) -> int:
+    return -(-requests // at_once)
+
+
+def chooses_scatter(
+    path: str, numel: int, codec: str, world_size: int, most: int, link: Callable[[], Link] = lambda: ASSUMED
+) -> bool:
+    """Whether a vector of `numel` elements is averaged by scatter-reduce. `path`: the setting; "auto" predicts times
+    over `link()`, which is called for "auto" only.
 
     Both predicted times are logged. False for two ranks: owner and checker of every shard would read all payloads.
     """
@@ -174,18 +223,29 @@ def chooses_scatter(path: str, numel: int, codec: str, world_size: int, most: in
         return False
     if path == "scatter_reduce":
         return True
-    gather_s, scatter_s = predicted_s(numel, codec, world_size, most)
+    over = link()
+    gather_s, scatter_s = predicted_s(numel, codec, world_size, most, over)
     chosen = "scatter_reduce" if scatter_s < gather_s else "gather"
-    log.info("path %r: %.1f s by gather, %.1f s by scatter_reduce, at %s", chosen, gather_s, scatter_s, LINK)
+    log.info(
+        "path %r: %.2f s by gather, %.2f s by scatter_reduce, at %.3g ms a request, %.3g Mb/s up and %.3g Mb/s down",
+        *(chosen, gather_s, scatter_s, 1e3 * over.latency_s, over.up / 125e3, over.down / 125e3),
+    )
     return scatter_s < gather_s
 
 
-def path_of(config: RunConfig, fragments: Iterable[int]) -> Literal["gather", "scatter_reduce"]:
-    """Name of the way in which a run that begins now averages. `fragments`: elements of each fragment of the model."""
+def path_of(
+    config: RunConfig, fragments: Iterable[int], link: Callable[[], Link] = lambda: ASSUMED
+) -> Literal["gather", "scatter_reduce"]:
+    """Name of the way in which a run that begins now averages.
+
+    Args:
+        fragments: elements of each fragment of the model.
+        link: the way of a replica to the store; called only where the choice depends on it.
+    """
     if config.path == "auto" and config.adapters == "exact":
         return "gather"  # steps of products need every payload
     numel = max(fragments, default=0)
-    takes = chooses_scatter(config.path, numel, config.codec, config.replicas, config.shard_numel)
+    takes = chooses_scatter(config.path, numel, config.codec, config.replicas, config.shard_numel, link)
     return "scatter_reduce" if takes else "gather"
 
 
@@ -199,11 +259,16 @@ def scatters(config: RunConfig, start: Start) -> bool:
     return config.path == "scatter_reduce" and config.replicas >= _FEWEST_DEALERS
 
 
-def shard_numel_of(config: RunConfig, path: str, fragments: Sequence[int]) -> int:
+def shard_numel_of(
+    config: RunConfig, path: str, fragments: Sequence[int], link: Callable[[], Link] = lambda: ASSUMED
+) -> int:
     """Elements in a shard of a run's base and payloads. `path`: a result of `path_of`.
 
-    `fragments`: elements of each fragment of the model.
+    Args:
+        fragments: elements of each fragment of the model.
+        link: the way of a replica to the store; called only if the path was chosen by it.
     """
     if path == "gather":
         return config.shard_numel
-    return shard_numel_for(max(fragments), config.replicas, config.shard_numel)
+    over = link() if config.path == "auto" else ASSUMED
+    return shard_numel_for(max(fragments), config.replicas, config.shard_numel, config.codec, over)

@@ -5,12 +5,22 @@ and (N-1) c bytes down, or less by `scatter_reduce`. All ranks must take part. R
 are in `replica.rounds`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
 
-from diloco_orchestrator.allreduce.dealing import EXACT, average_codec_of, chooses_scatter, dealers, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import (
+    ASSUMED,
+    EXACT,
+    Link,
+    average_codec_of,
+    chooses_scatter,
+    dealers,
+    shard_numel_for,
+)
+from diloco_orchestrator.allreduce.link import agreed_link
 from diloco_orchestrator.allreduce.mean import Part, mean_into
 from diloco_orchestrator.allreduce.payload import check_shape, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
@@ -21,7 +31,7 @@ from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackgro
 from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt, RoundReused, unknown_name
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.allreduce_records import AllReducePart
+from diloco_orchestrator.protocol.allreduce_records import AllReducePart, MeasuredLink
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Payload
 from diloco_orchestrator.store.open_store import open_store
@@ -44,8 +54,9 @@ class ObjectStoreAllReduce:
         storage_options: credentials and endpoint as s3fs spells them.
         codec: the encoding in the bucket, as of a run's setting `codec`.
         path: the same for all ranks. "gather": every rank reads all payloads; "scatter_reduce": about three of them,
-            and averages that others have made; "auto": the one that takes less time at 50 ms and 500 Mb/s. With
-            "fp32" the mean has the same bits by each; with another codec that of "scatter_reduce" is encoded too.
+            and averages that others have made; "auto": the one that is predicted to take less time over the link that
+            the first rank has measured. With "fp32" the mean has the same bits by each; with another codec that of
+            "scatter_reduce" is encoded too.
     """
 
     def __init__(
@@ -112,8 +123,18 @@ class ObjectStoreAllReduce:
 
     def _cut(self, numel: int) -> tuple[bool, int]:
         """(whether a tensor of `numel` elements is averaged by scatter-reduce, elements per shard)."""
-        scatters = chooses_scatter(self._path, numel, self._codec, self.world_size, SHARD_NUMEL)
-        return scatters, shard_numel_for(numel, self.world_size, SHARD_NUMEL) if scatters else SHARD_NUMEL
+        what = self._path, numel, self._codec, self.world_size, SHARD_NUMEL
+        if not chooses_scatter(*what, lambda: self._link):
+            return False, SHARD_NUMEL
+        link = self._link if self._path == "auto" else ASSUMED
+        return True, shard_numel_for(numel, self.world_size, SHARD_NUMEL, self._codec, link)
+
+    @functools.cached_property
+    def _link(self) -> Link:
+        def write(record: MeasuredLink) -> None:
+            self._store.create(keys.LINK, record.to_bytes())
+
+        return agreed_link(self._store, self._clock, ThreadBackground(), self._stamp, self.rank, write)
 
     def _scatter_reduce(self, round_id: int, shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
         """Write the mean of `parts` into `shards`. Raises `PayloadCorrupt` if two ranks agree on a wrong mean."""

@@ -1,6 +1,7 @@
 """Memory for long-lived buffers (base, averages, saved states, payloads) within a budget; beyond it, mapped temp files.
 
-Buffers that are consumed at once, such as a shard being decoded, are not counted.
+Buffers that are consumed at once, such as a shard being decoded, are not counted. torch is imported inside functions,
+because `verify` keeps payloads here where torch is not installed.
 """
 
 import errno
@@ -13,14 +14,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, TypeVar
-
-import torch
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from diloco_orchestrator.clock import Backoff, SystemClock
 from diloco_orchestrator.errors import BudgetTooSmall, ConfigError, SpoolFailed
 from diloco_orchestrator.executors.machine import memory_share
 from diloco_orchestrator.protocol.process import ENV_MEMORY
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,17 +85,22 @@ def budget_of(environ: Mapping[str, str]) -> MemoryBudget:
     return MemoryBudget(int(given) * _MIB, f"{ENV_MEMORY}={given}")
 
 
-def held(numel: int, what: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def held(numel: int, what: str, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
     """A flat tensor of zeros on the CPU, in memory while the budget lasts, else in a mapped temporary file.
 
     The file is unlinked and its disk space reserved at once, so that it ends with the tensor or the process, and a full
-    disk raises here instead of sending SIGBUS later. `what`: names the tensor in errors. Raises `SpoolFailed` if the
-    disk space cannot be reserved.
+    disk raises here instead of sending SIGBUS later. `what`: names the tensor in errors. `dtype`: None means float32.
+    Raises `SpoolFailed` if the disk space cannot be reserved.
     """
+    import torch
+
+    dtype = dtype or torch.float32
     return _held(numel * dtype.itemsize, what).view(dtype)
 
 
-def _held(nbytes: int, what: str) -> torch.Tensor:
+def _held(nbytes: int, what: str) -> "torch.Tensor":
+    import torch
+
     if nbytes < _SMALL:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     if (allocation := budget().take(nbytes)) is not None:

@@ -54,15 +54,20 @@ def verify(
     witnessed_by: str | None,
     as_json: bool,
 ) -> int:
-    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs."""
+    """Derive the run in URL again from its bucket: log, guard, averages, outer steps, snapshots. Exit 4: it differs.
+
+    Without torch the log, the guard and all digests are checked, averages and bases are not: exit 1 if nothing differs.
+    """
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import check_loading, verify_run
+    from diloco_orchestrator.inspection.verify import verify_run
     from diloco_orchestrator.inspection.witness import heads_seen
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
 
+    if load or build or score:
+        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
     named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
@@ -81,8 +86,15 @@ def verify(
         for title, words in _findings(done, is_asked_for=signed_by is not None):
             echo(f"{title + ':':<13}{words}")
         found = done.disagreement
-        echo("everything agrees" if found is None else f"DISAGREES:   {found.key}: {found.words}")
-    return 0 if done.agrees else EXIT_DISAGREES
+        if found is not None:
+            echo(f"DISAGREES:   {found.key}: {found.words}")
+        elif done.not_derived:
+            echo("NOT VERIFIED: what was checked agrees; pip install torch, and verify again")
+        else:
+            echo("everything agrees")
+    if done.disagreement is not None:
+        return EXIT_DISAGREES
+    return 0 if done.agrees else EXIT_FAILED
 
 
 def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, str]]:
@@ -90,9 +102,11 @@ def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, s
     from diloco_orchestrator.inspection.verify.inventory import shortened
 
     yield "checked", _counts(done.checked)
+    if done.not_derived:
+        yield "not derived", done.not_derived
     yield from (("not checked", words) for words in done.unchecked)
     yield from (("note", words) for words in done.notes)
-    if done.agrees:
+    if done.disagreement is None:
         yield "pinned", _counts(done.pinned)
         yield "not pinned", f"{_counts(done.unpinned)}  (by nothing in the log; --json says why)"
     lists = {"missing": done.missing, "foreign": done.foreign, "unreadable": done.unreadable, "unsigned": done.unsigned}
@@ -100,7 +114,8 @@ def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, s
         yield from ((title, words) for words in shortened(found))
     if done.signed_by:
         yield "signed by", f"{done.signed_by}{'' if is_asked_for else '  (as run.json says: compare, or --signed-by)'}"
-    yield "models of", f"{_spans(sorted(done.bases))}  (diloco pull --round)"
+    if not done.not_derived:
+        yield "models of", f"{_spans(sorted(done.bases))}  (diloco pull --round)"
 
 
 def _counts(found: Mapping[str, int]) -> str:

@@ -1,5 +1,6 @@
 """`diloco invite` makes a link for a machine without an account; `diloco revoke` ends what a replica's links allow."""
 
+import base64
 import re
 
 import click
@@ -17,13 +18,26 @@ _replica = click.option("--replica", type=click.IntRange(min=0), required=True, 
 @click.option("--role", metavar="ARN", help="Assume this role for its credentials.  [default: a federation token]")
 @click.option(
     "--credentials-last", "last", metavar="TIME",
-    help="How long temporary credentials are valid, 15m at least: the machine has to join while the first ones are; "
-    "whoever supervises the run renews them.  [default: as the link, at most 12h of a role, 36h of a user, 7d on R2]",
+    help="How long temporary credentials (15m at least) or signed requests are valid: the machine has to join while "
+    "the first ones are; whoever supervises the run renews them.  [default: as the link, at most 12h of a role, 36h of "
+    "a user, 7d on R2 and of requests]",
 )  # fmt: skip
 @click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
+@click.option(
+    "--presigned", is_flag=True,
+    help="Sign its requests one by one, for S3 stores that mint no credentials: whoever supervises the run signs those "
+    "for what is new every few seconds.",
+)  # fmt: skip
 @json_option
 def invite(
-    url: str, replica: int, expires: str, role: str | None, last: str | None, own_credentials: bool, as_json: bool
+    url: str,
+    replica: int,
+    expires: str,
+    role: str | None,
+    last: str | None,
+    own_credentials: bool,
+    presigned: bool,
+    as_json: bool,
 ) -> None:
     """Print a link to replica N of the run in URL, for a machine without an account: `diloco join LINK`.
 
@@ -37,24 +51,30 @@ def invite(
     from diloco_orchestrator.join.invitations import check_may_invite, create_invitation
     from diloco_orchestrator.join.link import Link
     from diloco_orchestrator.join.temporary_credentials import longest_s, mint
+    from diloco_orchestrator.join.windows import LONGEST_S, Windows
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.protocol.signatures import to_text
     from diloco_orchestrator.store.open_store import options_elsewhere
+    from diloco_orchestrator.store.s3 import Signer
 
     lasts_s = _seconds_of("--expires", expires)
     last_s = lasts_s if last is None else _seconds_of("--credentials-last", last)
     log = reader_of(url).log
-    lent_s = min(lasts_s, last_s, longest_s(log.store.url, role))
+    if presigned and (role is not None or own_credentials):
+        raise click.UsageError("--presigned mints no credentials: leave --role and --own-credentials out.")
+    lent_s = min(lasts_s, last_s, LONGEST_S if presigned else longest_s(log.store.url, role))
     check_may_invite(log, replica)
     run = log.run
     if run.signed_by is None or run.code_sha256 is None:
         raise ConfigError(f"{log.store.url} has no code that another machine could run.")
-    credentials = None if own_credentials else mint(log.store, replica, lent_s, role)
+    signer = Signer(log.store.url, {}) if presigned else None
+    credentials = None if own_credentials or presigned else mint(log.store, replica, lent_s, role)
     where = options_elsewhere(log.store.url, {})
     stamp = Stamp(random_token(), SystemClock().wall_time)
     user, invitation = create_invitation(log, replica, lasts_s, stamp)
     if credentials is not None:
         create_grant(log.store, invitation, 1, credentials, lent_s, role, stamp)
+    requests = b"" if signer is None else Windows(log.store, signer, stamp).open(invitation, lent_s).to_bytes()
     link = Link(
         url=log.store.url,
         endpoint_url=where.get("endpoint_url", ""),
@@ -65,6 +85,7 @@ def invite(
         replica_id=replica,
         seed=to_text(user.seed),
         credentials=credentials and credentials.reads,
+        requests=base64.urlsafe_b64encode(requests).decode(),
         not_after=invitation.not_after,
     )
     say(as_json, {"link": link.text(), "replica": replica, "not_after": link.not_after}, link.text())
@@ -84,8 +105,8 @@ def revoke(url: str, replica: int, as_json: bool) -> None:
     found = invitations.revoke(reader_of(url).log, replica, stamp)
     words = (
         f"{found} links are revoked. Whoever supervises the run launches the replica's next attempt, from which on no "
-        "key of theirs counts. Temporary credentials go on to read, and to create objects of this replica, until they "
-        "end."
+        "key of theirs counts. Temporary credentials and signed requests go on to read, and to create objects of this "
+        "replica, until they end."
         if found
         else f"replica {replica} has no link."
     )

@@ -1,5 +1,6 @@
 """`diloco join`: this machine runs replicas of a run, connected to the launcher by the bucket alone."""
 
+import math
 import os
 import platform
 import signal
@@ -16,12 +17,14 @@ import click
 from diloco_orchestrator.cli.shared import EXIT_INTERRUPTED, echo
 
 if TYPE_CHECKING:
-    from diloco_orchestrator.join.grants import LentCredentials
+    from diloco_orchestrator.clock import Clock
+    from diloco_orchestrator.join.grants import Lent
     from diloco_orchestrator.join.link import Link
     from diloco_orchestrator.join.machine import JoinSettings
     from diloco_orchestrator.protocol.attempt_records import Offer
     from diloco_orchestrator.run_log.run_log import RunLog
     from diloco_orchestrator.store.base import Store
+    from diloco_orchestrator.store.retrying import RetryPolicy
 
 
 @click.command("join")
@@ -67,12 +70,13 @@ def join(
     """
     from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.errors import StoreUnavailable
-    from diloco_orchestrator.join.grants import LentCredentials
+    from diloco_orchestrator.join.grants import Lent, LentCredentials
     from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
+    from diloco_orchestrator.join.windows import LentRequests
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.run_store import of_run
-    from diloco_orchestrator.store.open_store import absolute_url, open_store
+    from diloco_orchestrator.store.open_store import open_store
     from diloco_orchestrator.store.retrying import RetryPolicy
 
     ranks, joins = ranks_here(os.environ, ranks)
@@ -85,20 +89,24 @@ def join(
         url = sys.stdin.read().strip()
     link = Link.parse(url) if url.startswith(BEGINNING) else None
     settings = JoinSettings(replica, once, hours, gpus, ranks, every_s, signed_by)
-    lent = None
+    lent: Lent | None = None
     if link is None:
-        store = open_store(absolute_url(url), clock=clock, retry=patience)
-        why_not = _runs_all if trust_bucket or signed_by else only_own_offers(store)
+        trusts = trust_bucket or signed_by is not None
+        store = _folder_of_run(url, clock, patience, hours if trusts else 0.0, every_s)
+        why_not = _runs_all if trusts else only_own_offers(store)
     else:
         if trust_bucket or signed_by or replica is not None:
             raise click.UsageError("a link names the replica and the key: leave out the other options about them.")
-        if link.credentials is not None:
+        if link.credentials is not None or link.requests:
             command = click.get_current_context()
-            folder = command.with_resource(TemporaryDirectory(prefix="diloco-link-"))
-            lent = LentCredentials(link, link.credentials, Path(folder), clock)
+            folder = Path(command.with_resource(TemporaryDirectory(prefix="diloco-link-")))
+            if link.credentials is None:
+                lent = LentRequests(link, folder)
+            else:
+                lent = LentCredentials(link, link.credentials, folder, clock)
             command.with_resource(lent.in_this_process())
         with _explained(link, lent):
-            while lent is not None:  # the newest credentials, before what they open is opened
+            while lent is not None:  # the newest access, before what it opens is opened
                 try:
                     lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
                     break
@@ -132,8 +140,29 @@ def join(
     return EXIT_INTERRUPTED if interrupted[:1] == ["SIGINT"] else code
 
 
+def _folder_of_run(url: str, clock: "Clock", patience: "RetryPolicy", hours: float | None, every_s: float) -> "Store":
+    """The folder of the run in `url`. A local one that is missing is waited for, and not created: a reader makes none.
+
+    `hours`: how long; None: for ever. Raises `NoSuchRun` if it is still missing then.
+    """
+    from diloco_orchestrator.errors import NoSuchRun
+    from diloco_orchestrator.store.open_store import absolute_url, open_store
+
+    waits_until, said = math.inf if hours is None else clock.now() + 3600 * hours, False
+    while True:
+        try:
+            return open_store(absolute_url(url), clock=clock, retry=patience, must_exist=True)
+        except NoSuchRun as error:
+            if clock.now() >= waits_until:
+                raise
+            if not said:
+                echo(f"{error} Waiting for it.", err=True)
+            said = True
+            clock.sleep(every_s)
+
+
 @contextmanager
-def _explained(link: "Link | None", lent: "LentCredentials | None") -> Iterator[None]:
+def _explained(link: "Link | None", lent: "Lent | None") -> Iterator[None]:
     """Context in which a refusal of a link's credentials says what the machine's user can do."""
     from diloco_orchestrator.errors import ConfigError, StoreDenied
 

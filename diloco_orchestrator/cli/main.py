@@ -16,9 +16,11 @@ from diloco_orchestrator.cli.shared import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_U
 from diloco_orchestrator.import_names import registered, registered_names
 
 _HEAVY = ("torch", "transformers")  # what reads a bucket without computing works without
-_INSTALL = "pip install torch transformers. status, explain, logs, report, compare, track and join --help need neither."
+_INSTALL = (
+    "pip install torch transformers, or diloco-orchestrator[train]. status, explain, logs, report, compare, track and "
+    "join --help need neither, and verify checks all but tensors without."
+)
 _CLAUSE = 66  # characters beside the longest name, on 80 columns
-TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # has a section for each error type
 ENTRY_POINTS = "diloco_orchestrator.commands"  # other packages' commands: each entry point is a `click.Command`
 GROUPS = {  # by section of `diloco --help`: our commands, and where each is defined
     "Start": {
@@ -143,7 +145,7 @@ def diloco() -> None:
 
 def main() -> None:
     """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
-    from diloco_orchestrator.errors import ConfigError, DilocoError
+    from diloco_orchestrator.errors import ConfigError, DilocoError, section_of
     from diloco_orchestrator.executors.contract import ExecutorError
 
     try:
@@ -154,12 +156,9 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt) as stopped:
         echo(str(stopped.__cause__ or stopped) or "interrupted", err=True)  # click raises Abort from the other
         code = EXIT_INTERRUPTED
-    except ConfigError as error:
-        echo(f"Error: {error}", err=True)
-        code = EXIT_USAGE
     except (DilocoError, ExecutorError) as error:
-        echo(f"Error: {error}\nMore: {TROUBLESHOOTING}#{type(error).__name__.lower()}", err=True)
-        code = EXIT_FAILED
+        echo(f"Error: {error}\nMore: {section_of(type(error))}", err=True)
+        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if error.name not in _HEAVY:
             raise

@@ -29,7 +29,10 @@ def _page(report: Report, detail: int) -> str:
     status, rows = report.status, report.status.rounds
     trained = [row for row in rows if row.stop != "completed"]  # the final evaluation round only carries scores
     by_now = f". By round {status.round} the guard {status.outlook}" if status.outlook else ""
-    began, replicas, times = report.facts.began_at, report.config.most_replicas, report.times
+    began, times = report.facts.began_at, report.times
+    ranks = dict.fromkeys(range(report.config.most_replicas), 1) | {
+        each.replica_id: each.ranks for each in status.replicas
+    }
     parts = [
         ("Loss", _losses(rows, detail), "training metric of each round, and the held-out score of its base"),
         ("Replicas", _by_replica(report, detail), "training metric of each round, as each replica observed it"),
@@ -46,7 +49,7 @@ def _page(report: Report, detail: int) -> str:
             "from a round's opening to each manifest; from commit to commit",
         ),
         ("Dollars", _dollars(times, detail), "for machines; a leg's cost is spread evenly over its hours"),
-        ("Participation", _participation(trained, replicas, detail), "who was averaged in each round"),
+        ("Participation", _participation(trained, ranks, detail), "who was averaged in each round"),
         ("Influence", _influence(report.influence, detail), "each outer step taken again without one contribution"),
         ("Judged", _judged(rows, detail), "contributions that count less than their share, or not at all, and why"),
         ("Attempts", _attempts(report.attempts, began, detail), "every process that was launched"),
@@ -186,25 +189,25 @@ def _line(name: str, rows: Sequence[RoundRow], value: Callable[[RoundRow], float
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _participation(rows: Sequence[RoundRow], replicas: int, detail: int) -> str:
+def _participation(rows: Sequence[RoundRow], ranks: Mapping[int, int], detail: int) -> str:
     """A table with a strip per replica: one box per round, filled if the replica was averaged in it.
 
     Where that is more than `detail` boxes, one box stands for several rounds, half filled for some of them.
+    `ranks`: processes of each replica, by id.
     """
     if not rows:
         return ""
-    step = -(-len(rows) * replicas // detail)
+    step = -(-len(rows) * len(ranks) // detail)
     lines = []
-    for replica_id in range(replicas):
+    for replica_id in sorted(ranks):
         there = [replica_id in row.contributors for row in rows]
         boxes = "".join(
             _box(rows[first].round, rows[min(first + step, len(rows)) - 1].round, there[first : first + step])
             for first in range(0, len(rows), step)
         )
         share = f"{sum(there)}/{len(there)}"
-        lines.append(
-            f"<tr><th>replica&nbsp;{replica_id}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>"
-        )
+        name = f"replica&nbsp;{replica_id}" + (f" ({ranks[replica_id]} ranks)" if ranks[replica_id] > 1 else "")
+        lines.append(f"<tr><th>{name}</th><td>{share}</td><td><div class=strip>{boxes}</div></td></tr>")
     return f"<table>{''.join(lines)}</table>"
 
 

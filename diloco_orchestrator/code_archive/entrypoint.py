@@ -77,7 +77,10 @@ def _found(module: str, name: str) -> Any:
 def check_importable(entrypoint: str) -> None:
     """Raise `ConfigError` if this process, and so a replica on this machine, cannot import the entrypoint or torch."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("replicas on this machine need torch, which is not installed: pip install torch transformers")
+        raise ConfigError(
+            "replicas on this machine need torch, which is not installed: pip install torch transformers, or "
+            "diloco-orchestrator[train]."
+        )
     module = entrypoint.partition(":")[0]
     try:
         found = None if module == "__main__" else importlib.util.find_spec(module)

@@ -186,9 +186,11 @@ def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
 
 
 def needed_there(extras: Sequence[str], users: Sequence[str] = ()) -> list[Requirement]:
-    """The requirements of a replica: our dependencies, those of the given extras, and `users`, in pip's syntax."""
-    ours = importlib.metadata.requires(_DISTRIBUTION) or []
-    return [each for text in (*ours, *users) if _applies(each := package_of(text), extras)]
+    """The requirements of a replica in pip's syntax: our dependencies with torch and transformers, those of the given
+    extras, and `users`.
+    """
+    ours, wanted = importlib.metadata.requires(_DISTRIBUTION) or [], ("train", *extras)
+    return [each for text in (*ours, *users) if _applies(each := package_of(text), wanted)]
 
 
 def _home_of(entrypoint: str) -> Path:

@@ -146,7 +146,7 @@ class RunConfig(Tree):
     path: Literal["gather", "scatter_reduce", "auto"] = Field(
         default="gather",
         description="who reads what in a round: gather: every replica reads all payloads; scatter_reduce: about three, "
-        "and averages that two others agree on; auto: what takes less time at 50 ms and 500 Mb/s",
+        "and averages that two others agree on; auto: what takes less time over the link that replicas measure",
     )
     shard_mib: int = Field(default=64, ge=1, le=1024, description="MiB of fp32 input in one payload object")
     snapshot_every: int = Field(default=10, ge=1, description="rounds between snapshots; a leg's end has one always")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.errors import Documented
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -30,7 +31,7 @@ class TripwireStatus:
     kl_ema: float | None = None  # None if `kl_to_init` was never given
 
 
-class CollapseStopError(RuntimeError):
+class CollapseStopError(Documented, RuntimeError):
     """The guard fired. `status` is the `TripwireStatus` of a guard used alone, or the `Verdict` of a run."""
 
     def __init__(self, status: Any) -> None:

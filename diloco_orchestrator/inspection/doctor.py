@@ -28,6 +28,7 @@ from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
 from diloco_orchestrator.store.probe import probe
 
 _PACKAGES = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore", "fsspec", "s3fs", "boto3")
+_NO_TORCH = "it does not import"
 _LITTLE_MEMORY = 2 * 2**30  # bytes; torch alone takes about half a GiB
 _LITTLE_DISK = 2 * 2**30  # bytes; payloads that memory does not hold go to files
 _LITTLE_SHARED = 2**30  # bytes; worker processes of a DataLoader pass batches through it
@@ -57,10 +58,11 @@ def examine_machine(clock: Clock, *, gpu_wanted: bool = False) -> Iterator[Findi
     yield _shared_memory()
     gpus = gpus_of_driver()
     yield gpu_finding(gpus, gpu_wanted)
-    yield _torch(bool(gpus), gpu_wanted)
+    yield (torch := _torch(bool(gpus), gpu_wanted))
     versions = installed_versions(_PACKAGES)
     yield Finding("packages", True, ", ".join(f"{name} {version}" for name, version in versions.items()))
-    yield _arithmetic()
+    if torch.ok or not torch.detail.startswith(_NO_TORCH):
+        yield _arithmetic()
 
 
 def _memory(size: int) -> Finding:
@@ -126,7 +128,8 @@ def _torch(has_gpu: bool, wanted: bool) -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("torch", False, f"it does not import: {error}", "Use an image that has torch.")
+        todo = "It is needed where something is trained or computed: use an image that has it, or install [train]."
+        return Finding("torch", False, f"{_NO_TORCH}: {error}", todo)
     words = f"torch {torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
     if not has_gpu and not wanted:
         return Finding("torch", True, f"{words}, {torch.get_num_threads()} threads")

@@ -254,7 +254,7 @@ def _missing(rows: Sequence[RoundRow]) -> list[str]:
 
 def _error_of(replica: ReplicaRow) -> tuple[str, str]:
     """Name and message of the error at the end of a replica's traceback, in one line; empty without traceback."""
-    lines = [line for line in (replica.error or "").splitlines() if line.strip()]
+    lines = [line for line in (replica.error or "").splitlines() if line.strip() and not line.startswith("  More: ")]
     heads = [i for i, line in enumerate(lines) if not line.startswith((" ", "\t"))] or [0]
     name, _, message = " ".join(line.strip() for line in lines[heads[-1] :]).partition(": ")
     return name.rpartition(".")[2], message.rstrip(".")

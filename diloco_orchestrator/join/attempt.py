@@ -18,7 +18,7 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.executors.contract import BY_EXIT_CODE, ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE
-from diloco_orchestrator.join.grants import LentCredentials
+from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.protocol import keys
@@ -144,7 +144,7 @@ class TakenAttempt:
         every_s: pause between two requests to the bucket, seconds.
         leaving: why the machine leaves; returns "" while it stays.
         start: starts the process.
-        lent: credentials of the machine's that are renewed; None: it has its own.
+        lent: access of the machine's that is renewed; None: it has its own.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TakenAttempt:
         every_s: float,
         leaving: Callable[[], str],
         start: Start,
-        lent: LentCredentials | None = None,
+        lent: Lent | None = None,
     ) -> None:
         self._store = store
         self._writer = Writer(store, Role.MACHINE)

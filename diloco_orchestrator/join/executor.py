@@ -35,6 +35,7 @@ from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
 from diloco_orchestrator.join.temporary_credentials import mint
+from diloco_orchestrator.join.windows import Windows
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinCancel, JoinEnd, Lease, Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -49,6 +50,7 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
 from diloco_orchestrator.store.retrying import RetryPolicy
+from diloco_orchestrator.store.s3 import Signer
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ _RETRY = RetryPolicy(total_s=2.0)  # `poll` must not wait; whoever calls repeats
 # records the end itself, as soon as its process has ended.
 _LEFT_S = 10.0
 _RENEW_S = 10.0  # between two polls for temporary credentials that are due, which live for minutes or more
+_SIGN_S = 2.0  # likewise for objects for which no request is signed
 _FOLLOW_S = 2.0  # pause before output is asked for again
 # Secrets of every launch that a machine does not need: it opens the bucket with credentials of its own, and so fetches
 # the code. An attempt's keys are sealed in its offer.
@@ -111,7 +114,9 @@ class JoinExecutor(RemoteExecutor):
         self._leases: dict[str, tuple[int, float]] = {}  # by attempt: newest counter, and when it was seen to change
         self._ended: dict[str, ReplicaStatus] = {}
         self._renew_at = 0.0
-        self._not_renewed = ""  # why, as it was said
+        self._sign_at = 0.0
+        self._not_renewed: dict[str, str] = {}  # why, as it was said
+        self._windows: dict[str, Windows] = {}  # by the run's URL
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         """Use the run's folder at `url` for offers. A run calls this itself; without a run, the user does.
@@ -236,6 +241,7 @@ class JoinExecutor(RemoteExecutor):
                 ]
                 for store in {store.url: store for store in stores}.values():
                     self._renew_grants(store)
+                    self._renew_windows(store)
                 return found
         except Unavailable:
             self._leases.clear()
@@ -255,9 +261,27 @@ class JoinExecutor(RemoteExecutor):
             renew_grants(store, minted, self._stamp)
         except (ConfigError, RecordInvalid) as error:  # the latter of the log, by which R2's are for rounds
             why = str(error)
-        if why and why != self._not_renewed:
-            log.warning("temporary credentials of invited machines are not renewed, and end: %s", why)
-        self._not_renewed = why
+        self._say_once("temporary credentials", why)
+
+    def _renew_windows(self, store: Store) -> None:
+        """Renew the signed requests of invited machines, which see the run as it was then. A refusal is logged."""
+        now = self._clock.now()
+        if now < self._sign_at or not is_signed(store):
+            return
+        self._sign_at, why = now + _SIGN_S, ""
+        try:
+            if store.url not in self._windows and any(True for _ in store.list(keys.WINDOWS)):
+                self._windows[store.url] = Windows(store, Signer(store.url, self._storage_options), self._stamp)
+            if (windows := self._windows.get(store.url)) is not None:
+                windows.renew()
+        except (ConfigError, RecordInvalid) as error:
+            why = str(error)
+        self._say_once("signed requests", why)
+
+    def _say_once(self, what: str, why: str) -> None:
+        if why and why != self._not_renewed.get(what):
+            log.warning("%s of invited machines are not renewed, and end: %s", what, why)
+        self._not_renewed[what] = why
 
     def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, set[keys.JoinKey]]) -> ReplicaStatus:
         name, offer = handle.native_id, _offer_in(handle)

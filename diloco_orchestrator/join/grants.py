@@ -7,6 +7,7 @@ file of its own, from which its processes read them. `protocol.attempt_records` 
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -123,8 +124,50 @@ def _last(store: Store, newest_first: Sequence[str]) -> Grant | None:
 # -- the machine that has the link -----------------------------------------------------------------------------------
 
 
-class LentCredentials:
-    """Temporary credentials of a machine with a link, in files below `folder` that only this user reads.
+class Lent(ABC):
+    """Access to the store that a machine with a link has for a while, in files that only this user reads."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        """`variables`: by which a process finds the files. It finds no profile of this machine's user."""
+        nothing = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+        self._variables = nothing | variables
+        self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
+
+    def environ(self, others: Mapping[str, str]) -> dict[str, str]:
+        """The variables `others` without those of accounts, and those by which a process finds this access."""
+        return {**{name: value for name, value in others.items() if name not in OF_ACCOUNTS}, **self._variables}
+
+    @contextmanager
+    def in_this_process(self) -> Iterator[None]:
+        """Context in which this process, too, has this access and no account."""
+        before = dict(os.environ)
+        try:
+            _replace_environ(self.environ(before))
+            yield
+        finally:
+            _replace_environ(before)
+
+    @abstractmethod
+    def look(self, store: Store) -> None:
+        """Use newer access if it was granted and it is time to look. Raises as `find`."""
+
+    @abstractmethod
+    def find(self, store: Store) -> None:
+        """Use the newest access that was granted to the link. What cannot be opened is passed over.
+
+        Raises the store's errors.
+        """
+
+    @property
+    def ends(self) -> str:
+        """The time at which the access in use ends, for people."""
+        return f"{datetime.fromtimestamp(self._ends, UTC):%Y-%m-%d %H:%M} UTC" if self._ends else "a time unknown here"
+
+    _ends = 0.0
+
+
+class LentCredentials(Lent):
+    """Temporary credentials of a machine with a link, in files below `folder`.
 
     Processes with the variables of `environ` find them as any AWS SDK does, by a profile whose `credential_process`
     prints them, and so read newer ones before these end. Another profile, which stores of this package use alone, has
@@ -141,27 +184,11 @@ class LentCredentials:
         self._file, self._writing = folder / "credentials.json", folder / "writing.json"
         self._clock = clock
         self._number = 0
-        self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
-        self._use(credentials)
         config = folder / "config"
         profiles = {"default": self._file, f"profile {_WRITING}": self._writing}
         config.write_text("".join(f"[{p}]\ncredential_process = cat {quote(str(f))}\n" for p, f in profiles.items()))
-        self._variables = {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-        self._variables |= {ENV_WRITING_PROFILE: _WRITING, **link.environ()}
-
-    def environ(self, others: Mapping[str, str]) -> dict[str, str]:
-        """The variables `others` without those of accounts, and those by which a process finds these credentials."""
-        return {**{name: value for name, value in others.items() if name not in OF_ACCOUNTS}, **self._variables}
-
-    @contextmanager
-    def in_this_process(self) -> Iterator[None]:
-        """Context in which this process, too, has these credentials and those of no account."""
-        before = dict(os.environ)
-        try:
-            _replace_environ(self.environ(before))
-            yield
-        finally:
-            _replace_environ(before)
+        super().__init__({"AWS_CONFIG_FILE": str(config), ENV_WRITING_PROFILE: _WRITING, **link.environ()})
+        self._use(credentials)
 
     def look(self, store: Store) -> None:
         """Use newer credentials if they were granted, sixteen times in the life of those in use. Raises as `find`."""
@@ -170,10 +197,7 @@ class LentCredentials:
             self.find(store)
 
     def find(self, store: Store) -> None:
-        """Use the newest credentials that were granted to the link: a LIST request, and a GET if they are newer.
-
-        What cannot be opened is passed over. Raises the store's errors.
-        """
+        """Use the newest credentials that were granted to the link: a LIST request, and a GET if they are newer."""
         for (_, _, identity), newest_first in _newest(store).items():
             if identity != self._identity.public.digest:
                 continue
@@ -206,11 +230,6 @@ class LentCredentials:
                     self.secrets[f"AWS_{name}_{len(self.secrets)}"] = value
         self._ends = credentials.ends
         self._pause()
-
-    @property
-    def ends(self) -> str:
-        """The time at which the credentials in use end, for people."""
-        return f"{datetime.fromtimestamp(self._ends, UTC):%Y-%m-%d %H:%M} UTC" if self._ends else "a time unknown here"
 
     def _pause(self) -> None:
         left_s = self._ends - self._clock.wall_time() if self._ends else float("inf")

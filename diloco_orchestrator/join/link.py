@@ -51,6 +51,9 @@ class Link(Part):
     seed: str = Field(repr=False)  # of the identity to which keys are sealed, 43 characters
     # Of two sets those that read: with them the machine finds both in the bucket. None: it has its own, or needs none.
     credentials: Credentials | None = None
+    # Signed requests (`store.presigned.Requests`, URL-safe base64), by which the machine finds its window in the
+    # bucket, where the store mints no credentials.
+    requests: str = Field(default="", repr=False)
     not_after: float  # seconds since 1970; for people: the machine's own clock decides nothing
 
     def text(self) -> str:

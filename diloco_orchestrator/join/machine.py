@@ -16,7 +16,7 @@ from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, Re
 from diloco_orchestrator.executors.contract import ReplicaState, ReplicaStatus
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR, EXIT_PREEMPTED, KEY_VARIABLES
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
-from diloco_orchestrator.join.grants import LentCredentials
+from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
@@ -80,7 +80,7 @@ class Machine:
         say: prints a line for people.
         why_not: reason why an offer is not run here; empty if it may be.
         start: starts a replica's process.
-        lent: credentials that are renewed while this machine is in the run; None: it has its own.
+        lent: access that is renewed while this machine is in the run; None: it has its own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Machine:
         say: Callable[[str], None],
         why_not: Callable[[Offer], str] = lambda offer: "",
         start: Start = LocalProcess,
-        lent: LentCredentials | None = None,
+        lent: Lent | None = None,
     ) -> None:
         self._store = of_run(store, {})
         self._why_not = why_not

@@ -36,3 +36,13 @@ class Reduced(Record):
     round_id: int = Field(ge=0)  # of a run its round
     rank: int = Field(ge=0)  # of a run the replica id
     shards: tuple[ReducedShard, ...]  # that it owns or checks
+
+
+class MeasuredLink(Record):
+    """start/link.json: how fast one replica, or rank of an all-reduce, reached the store; `path="auto"` goes by it."""
+
+    record: ClassVar[str] = "link"
+    rank: int = Field(ge=0)  # of a run the replica id
+    latency_s: float = Field(gt=0, le=1e4)  # seconds of a small request, in the median
+    up: float = Field(ge=1, le=1e15)  # bytes a second
+    down: float = Field(ge=1, le=1e15)

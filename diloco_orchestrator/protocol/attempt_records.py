@@ -39,7 +39,7 @@ class Handle(Record):
 class Waiting(Record):
     """attempts/<attempt>/waiting.json, overwritten: the provider's reason why a launched attempt has not started.
 
-    Valid until the attempt sends a heartbeat or ends. Credentials are redacted.
+    Empty once it has a machine. Valid until the attempt sends a heartbeat or ends. Credentials are redacted.
     """
 
     record: ClassVar[str] = "waiting"
@@ -156,6 +156,19 @@ class Grant(Record):
     not_after: float  # seconds since 1970, at which the store ends them
     lasts_s: float = Field(gt=0)  # that the store was asked for, for these and those to come
     role: str | None = None  # that was assumed for them; None: a federation token
+
+
+class Window(Record):
+    """Record join/windows/…, overwritten: the requests to the store that the machine of an invited replica may send,
+    signed for it by whoever supervises the run, and encrypted to the identity of its invitation.
+    """
+
+    record: ClassVar[str] = "window"
+    epoch: int = Field(ge=1)
+    replica_id: int = Field(ge=0)
+    identity: str = Field(pattern="^[0-9a-f]{32}$")
+    sealed: str  # `store.presigned.Requests`, compressed
+    lasts_s: float = Field(gt=0)  # for which each is signed, and those to come will be
 
 
 class Taken(Record):

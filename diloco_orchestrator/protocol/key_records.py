@@ -40,9 +40,8 @@ class Rotation(Record):
         """
         if (leg := _OF_LEG.fullmatch(key)) is not None:
             return int(leg[1]) >= self.from_leg
-        invited = keys.invitation.parse(key) or keys.revocation.parse(key) or keys.grant.parse(key)
-        if invited is not None:
-            return int(invited[0]) >= self.epoch
+        if (invited := keys.parse_invited(key)) is not None:
+            return invited[0] >= self.epoch
         named = keys.parse_attempt(key)
         who = (named.replica_id, named.attempt) if named else keys.began.parse(key) or keys.parse_joined(key)
         if who is not None:

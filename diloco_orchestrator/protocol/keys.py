@@ -105,6 +105,7 @@ began = Form("start/<id>/began.<attempt>.json")
 follows = Form("start/<id>/follows.json")
 # A start record if start.json holds another one. The token: 16 random hex digits.
 start_take = Form("start/takes/<token>.json")
+LINK = "start/link.json"  # of a run with path="auto", and of an all-reduce
 
 
 def is_start(key: str) -> bool:
@@ -185,6 +186,16 @@ invitation = Form("join/invited/<epoch>/<id>.<identity>.json")
 revocation = Form("join/revoked/<epoch>/<id>.<identity>.json")
 GRANTS = "join/granted/"  # temporary credentials of the store for who was invited
 grant = Form("join/granted/<epoch>/<id>.<identity>.<number>.json")
+WINDOWS = "join/windows/"  # signed requests to the store, where it mints no credentials, for who was invited
+window = Form("join/windows/<epoch>/<id>.<identity>.json")  # overwritten
+
+
+def parse_invited(key: str) -> tuple[int, int, str] | None:
+    """(epoch, replica_id, identity) of a record about an invitation, such as its revocation; None for any other key."""
+    found = invitation.parse(key) or revocation.parse(key) or grant.parse(key) or window.parse(key)
+    return (found[0], found[1], found[2]) if found else None
+
+
 join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
 
 

@@ -82,6 +82,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
     Kind(of_runs.Began, (keys.began,), _ATTEMPT, by_itself=True),
     Kind(of_runs.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
+    Kind(of_averages.MeasuredLink, (Form(keys.LINK),), _ATTEMPT),
     Kind(of_runs.Probe, (Form(keys.KL_RECORD),), ()),  # of earlier versions
     Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),
     Kind(of_runs.Halt, (keys.halt,), _ANYBODY),
@@ -98,6 +99,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_attempts.Offer, (keys.join_offer,), _COORDINATOR),
     Kind(of_attempts.Invitation, (keys.invitation, keys.revocation), _LAUNCHER),
     Kind(of_attempts.Grant, (keys.grant,), _LAUNCHER + _COORDINATOR),
+    Kind(of_attempts.Window, (keys.window,), _LAUNCHER + _COORDINATOR, _LARGER),
     Kind(of_attempts.Taken, (keys.about_offer(keys.JOIN_TAKEN),), _MACHINE + _COORDINATOR),
     Kind(of_attempts.Lease, (keys.about_offer(keys.JOIN_LEASE),), _MACHINE),
     Kind(of_attempts.JoinCancel, (keys.about_offer(keys.JOIN_CANCEL),), _COORDINATOR),

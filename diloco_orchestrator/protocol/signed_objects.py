@@ -71,7 +71,8 @@ def is_overwritten(key: str) -> bool:
     """Whether the object at `key` is overwritten by its author, as heartbeats and leases are, so that it has one name
     for good.
     """
-    return kind_at(key) is not None and key.endswith((f"/{keys.HEARTBEAT}", "/waiting.json", f".{keys.JOIN_LEASE}"))
+    ends = f"/{keys.HEARTBEAT}", "/waiting.json", f".{keys.JOIN_LEASE}"
+    return kind_at(key) is not None and (key.endswith(ends) or key.startswith(keys.WINDOWS))
 
 
 # -- who may write what -----------------------------------------------------------------------------------------------

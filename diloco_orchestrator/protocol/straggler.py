@@ -118,11 +118,11 @@ class RoundTimes:
     def fastest_s(self) -> float | None:
         """Seconds that a whole round takes on the fastest replica, by the median of its reports; None before any.
 
-        A replica counts as at most eight times as fast as is usual for the others, so that a false report shortens no
-        round further.
+        A replica counts as at most eight times as fast as the median of all, so that false reports of fewer than half
+        of them shorten no round further.
         """
-        typical = {replica_id: median(each.whole_s for each in its) for replica_id, its in self._by_replica.items()}
-        return min((max(typical[i], _usual(typical, i, self.own) / _MOST_TIMES) for i in typical), default=None)
+        typical = [median(each.whole_s for each in its) for its in self._by_replica.values()]
+        return max(min(typical), median(typical) / _MOST_TIMES) if typical else None
 
     @cached_property
     def typical_s(self) -> Mapping[int, float]:

@@ -46,6 +46,12 @@ def unsigned_in(store: Store) -> list[str]:
     return [] if signed is None else [f"{name}: {why}" for name, why in sorted(signed.debris().items())]
 
 
+def stored_names(store: Store, key: str) -> list[str]:
+    """The names in the bucket under which `store`, a run's folder, has the object at `key`, the first one first."""
+    signed = signed_store_in(store)
+    return [key] if signed is None else signed.stored_names(key)
+
+
 def is_signed(store: Store) -> bool:
     """Whether `store` is the folder of a signed run whose run.json was read through it."""
     signed = signed_store_in(store)

@@ -366,6 +366,14 @@ class SignedStore:
             raise ObjectMissing(f"{key} does not exist in {self.url}.")
         return rules.names[key, take]
 
+    def stored_names(self, key: str) -> list[str]:
+        """The names in the bucket under which the object at `key` is sought here, the first one first.
+
+        Raises `ObjectMissing` if this process holds no key to make them and finds none.
+        """
+        rules = self._rules(key)
+        return [key] if rules is None else [self._name(rules, key, t) for t in range(rules.taken.get(key, 0) + 1)]
+
     def create(self, key: str, data: bytes) -> bool:
         rules = self._rules(key)
         if rules is None:

@@ -21,7 +21,7 @@ import torch
 
 from diloco_orchestrator.protocol.records import AdapterPair
 from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP, Naming
-from diloco_orchestrator.snapshots.model_tensors import plain_name
+from diloco_orchestrator.snapshots.model_tensors import address, plain_name
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ def adapter_folder(
         if stored is None:
             continue
         rest = {name: each for name, each in tensors.items() if name not in stored.values()}
-        buffers = {each.data_ptr(): plain_name(name) for name, each in model.named_buffers()}
-        stored |= {buffers[each.data_ptr()]: name for name, each in rest.items() if each.data_ptr() in buffers}
+        buffers = {address(each): plain_name(name) for name, each in model.named_buffers()}
+        stored |= {buffers[address(each)]: name for name, each in rest.items() if address(each) in buffers}
         if exact and (config.peft_type != "LORA" or config.init_lora_weights not in _INITS):
             log.warning("the frozen weights under the adapter are not those of its base: %s", _WHOLE)
             return None
@@ -88,8 +88,8 @@ def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, 
     """The name in `tensors` of every parameter, found by its memory address; None unless each is found once."""
     in_file: dict[int, list[str]] = {}
     for name, each in tensors.items():
-        in_file.setdefault(each.data_ptr(), []).append(name)
-    found = {name: in_file.get(each.data_ptr(), []) for name, each in parameters.items()}
+        in_file.setdefault(address(each), []).append(name)
+    found = {name: in_file.get(address(each), []) for name, each in parameters.items()}
     if len(parameters) == len(tensors) == 1:  # PEFT hands out a copy of a learned prompt
         ((name, ours),), ((stored, theirs),) = parameters.items(), tensors.items()
         if ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.cpu()):
@@ -131,9 +131,9 @@ def _names_for_readers(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], exact: Sequence[AdapterPair]
 ) -> dict[str, str]:
     """Model name -> name in `tensors`, without adapted embedding weights, which PEFT stores but the base model has."""
-    ours = {each.data_ptr(): plain_name(name) for name, each in (*model.named_buffers(), *model.named_parameters())}
+    ours = {address(each): plain_name(name) for name, each in (*model.named_buffers(), *model.named_parameters())}
     adapted = {pair.weight for pair in exact}
-    found = {ours[each.data_ptr()]: name for name, each in tensors.items() if each.data_ptr() in ours}
+    found = {ours[address(each)]: name for name, each in tensors.items() if address(each) in ours}
     return {name: stored for name, stored in found.items() if name not in adapted}
 
 

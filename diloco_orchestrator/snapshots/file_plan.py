@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, empty_size, file_size, largest_share
 
@@ -134,3 +135,13 @@ def is_tensor_file(group: str, name: str) -> bool:
 def is_side_file(name: str) -> bool:
     """Whether a snapshot's file holds no tensors and is no index of files that do, such as config.json."""
     return not any(is_tensor_file(group, name) or name == index_name(group) for group in GROUPS)
+
+
+def why_no_file(name: str, start: Start) -> str:
+    """Reason why no snapshot of a run may have a file of this name besides its tensors; empty if it may."""
+    if is_side_file(name):
+        known = start.first_files is None or name in start.first_files
+        return "" if known else f"{keys.START} names no such file"
+    own = (Naming.of(start).group, OUTER_GROUP)
+    known = any(is_tensor_file(group, name) or name == index_name(group) for group in own)
+    return "" if known else "the model of this run has no such file"

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import FileInfo, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import first_take
-from diloco_orchestrator.snapshots.file_plan import OUTER_GROUP, Naming, index_name, is_side_file, is_tensor_file
+from diloco_orchestrator.snapshots.file_plan import is_side_file
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.stored import StoredSnapshot, first_snapshot_in
 
@@ -49,16 +49,6 @@ def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
             else:
                 found[name] = data
     return found
-
-
-def why_no_file(name: str, start: Start) -> str:
-    """Reason why no snapshot of a run may have a file of this name besides its tensors; empty if it may."""
-    if is_side_file(name):
-        known = start.first_files is None or name in start.first_files
-        return "" if known else f"{keys.START} names no such file"
-    own = (Naming.of(start).group, OUTER_GROUP)
-    known = any(is_tensor_file(group, name) or name == index_name(group) for group in own)
-    return "" if known else "the model of this run has no such file"
 
 
 def _copies(run_log: RunLog, name: str, info: FileInfo) -> Iterator[bytes]:

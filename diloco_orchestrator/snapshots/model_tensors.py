@@ -60,17 +60,17 @@ class Untrained:
     ) -> None:
         state = {plain_name(name): each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         buffers = {plain_name(name) for name, _ in model.named_buffers()} & state.keys()
-        first_name = {_address(state[name]): name for name in trained if state[name].numel()}
+        first_name = {address(state[name]): name for name in trained if state[name].numel()}
         self.tied: dict[str, str] = {}  # second names of tensors that have another one, which files hold
         self.frozen: dict[str, torch.Tensor] = {}
         for name, tensor in state.items():
             if name in trained:
                 continue
-            address = _address(tensor)
-            if tensor.numel() and address in first_name:
-                self.tied[name] = first_name[address]
+            begin = address(tensor)
+            if tensor.numel() and begin in first_name:
+                self.tied[name] = first_name[begin]
                 continue
-            first_name[address] = name
+            first_name[begin] = name
             if name not in buffers:
                 self.frozen[name] = (first or {}).get(name, tensor)
         self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
@@ -148,7 +148,7 @@ def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return TensorSpec.of(ours) == TensorSpec.of(theirs) and memory_of(ours) == memory_of(theirs)
 
 
-def _address(tensor: Any) -> int:
+def address(tensor: Any) -> int:
     """The memory address where a tensor's numbers begin, of a DTensor this process's piece: the same for tied ones."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr()) or -id(local)  # an empty piece is tied to nothing

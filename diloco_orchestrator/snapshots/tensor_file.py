@@ -1,22 +1,24 @@
 """Encoding and decoding of one safetensors file: its length before any tensor is read, its bytes in one allocation.
 
 `encode` gives the bytes of `safetensors.torch.save`, which needs twice the memory. `snapshots.file_plan` assigns
-tensors to files.
+tensors to files. torch is imported inside functions, because headers are read where it is not installed.
 """
 
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.codecs.plain import tensor_over
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.record_format import parse_json
+
+if TYPE_CHECKING:
+    import torch
 
 # The order in which a file holds its tensors: by this table, then by name.
 _DTYPES = (
@@ -42,6 +44,9 @@ _DTYPES = (
     "bool",
 )
 _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+_BYTES = {  # of one element of torch
+    dtype: max(1, int(bits[0]) // 8) if (bits := re.findall(r"\d+", dtype)) else 1 for dtype in _DTYPES
+}
 # The file's names of dtypes: those of torch in short, but for these.
 _SPECIAL = {"float8_e8m0fnu": "F8_E8M0", "float8_e4m3fn": "F8_E4M3", "float4_e2m1fn_x2": "F4"}
 _SHORT = (("uint", "U"), ("int", "I"), ("bfloat", "BF"), ("float", "F"), ("complex", "C"))
@@ -70,13 +75,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+    def of(cls, tensor: "torch.Tensor") -> "TensorSpec":
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return math.prod(self.shape) * _BYTES[self.dtype]
 
 
 def file_size(specs: Mapping[str, TensorSpec]) -> int:
@@ -94,12 +98,12 @@ def empty_size() -> int:
     return len(_head({}, _FORMAT)) + _LENGTH
 
 
-def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> bytes:
+def encode(tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] = _FORMAT) -> bytes:
     """The bytes of the safetensors file with these contiguous CPU tensors."""
     return b"".join(buffers(tensors, metadata))
 
 
-def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> bytes:
+def encode_each(specs: Mapping[str, TensorSpec], read: "Callable[[str], torch.Tensor]") -> bytes:
     """The safetensors file with these tensors; `read(name)` is called for one at a time."""
     file = io.BytesIO()  # gives its bytes away without a copy
     for piece in tensor_pieces(specs, read):
@@ -107,13 +111,15 @@ def encode_each(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Ten
     return file.getvalue()
 
 
-def tensor_pieces(specs: Mapping[str, TensorSpec], read: Callable[[str], torch.Tensor]) -> Iterator[bytes | memoryview]:
+def tensor_pieces(
+    specs: Mapping[str, TensorSpec], read: "Callable[[str], torch.Tensor]"
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file in order: its header, then each tensor, read only when it is reached."""
     return file_pieces(specs, lambda name: [read(name)])
 
 
 def file_pieces(
-    specs: Mapping[str, TensorSpec], read: Callable[[str], Iterable[torch.Tensor]]
+    specs: Mapping[str, TensorSpec], read: "Callable[[str], Iterable[torch.Tensor]]"
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file in order, as `tensor_pieces`; `read(name)` gives a tensor's numbers in parts."""
     yield _head(specs, _FORMAT)
@@ -121,15 +127,17 @@ def file_pieces(
         yield from map(memory_of, read(name))
 
 
-def buffers(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
+def buffers(tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] = _FORMAT) -> list[bytes | memoryview]:
     """The bytes of a safetensors file in order: its header, then the memory of the tensors themselves, uncopied."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: "torch.Tensor") -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
+    import torch
+
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -173,19 +181,19 @@ class TensorSource(Protocol):
 
     def specs(self) -> dict[str, TensorSpec]: ...
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> "torch.Tensor": ...
 
 
 @dataclass(frozen=True)
 class LiveTensors:
     """A `TensorSource` over tensors in memory, on any device."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: "Mapping[str, torch.Tensor]"
 
     def specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> "torch.Tensor":
         return self.tensors[name].detach().cpu().contiguous()
 
 
@@ -194,12 +202,12 @@ class Overlaid:
     """The tensors of another source, of which those in `over` replace or complement some."""
 
     source: TensorSource
-    over: Mapping[str, torch.Tensor]
+    over: "Mapping[str, torch.Tensor]"
 
     def specs(self) -> dict[str, TensorSpec]:
         return self.source.specs() | {name: TensorSpec.of(tensor) for name, tensor in self.over.items()}
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> "torch.Tensor":
         return self.over[name] if name in self.over else self.source.read(name)
 
 
@@ -255,8 +263,10 @@ def _check_offsets(specs: Mapping[str, TensorSpec], offsets: Mapping[str, object
         start += spec.nbytes
 
 
-def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
+def views(data: bytes, where: str) -> "dict[str, torch.Tensor]":
     """A file's tensors as read-only views. Raises `RecordInvalid`, naming `where`, for an incomplete file."""
+    import torch
+
     header = read_header(lambda start, end: data[start:end], where)
     tensors, start = {}, header.size
     if start + sum(spec.nbytes for spec in header.specs.values()) != len(data):
@@ -270,11 +280,13 @@ def views(data: bytes, where: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def decode(pieces: Iterable[bytes], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def decode(pieces: Iterable[bytes], where: str) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
     """Tensors (in new memory within the budget) and metadata of a file that comes in pieces, one in memory at a time.
 
     Raises `RecordInvalid`, naming `where`, if the pieces are no complete safetensors file.
     """
+    import torch
+
     stream = _Stream(pieces, where)
     start = stream.take(_LENGTH)
     start += stream.take(min(int.from_bytes(start, "little"), _LARGEST_HEADER))

@@ -1,5 +1,6 @@
 """Opens a store by its URL: chooses the engine and wraps it in retries."""
 
+import os
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, unknown_name
 from diloco_orchestrator.store.base import GivesUrls, Store
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.presigned import ENV_REQUESTS, PresignedStore
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
 
 # For commands: a person waits for the result, and retries do not correct a misspelt endpoint.
@@ -131,6 +133,8 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
             return _memory.setdefault(url, MemoryStore(url))
     if scheme in ("", "file"):
         return _open_folder(url, bool(scheme), options, must_exist)
+    if scheme in ("s3", "s3a") and (requests := os.environ.get(ENV_REQUESTS)):
+        return PresignedStore(url.rstrip("/"), Path(requests))
     if scheme in ("s3", "s3a"):
         from diloco_orchestrator.store.s3 import open_s3
 

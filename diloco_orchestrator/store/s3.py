@@ -6,7 +6,7 @@ names that s3fs uses.
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
@@ -145,13 +145,44 @@ def keys_of_account(url: str, options: Mapping[str, Any]) -> dict[str, str]:
     return {"key": found.access_key, "secret": found.secret_key, "token": found.token or ""}
 
 
+class Signer:
+    """Signs requests for the objects of the folder at `url`, for machines without credentials (`store.presigned`).
+
+    Sends none itself. `options`: credentials and endpoint of the store. Raises `ConfigError` for a URL of another kind
+    of store and without an account, and as `open_s3` does.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        if not url.startswith(("s3://", "s3a://")):
+            raise ConfigError(f"requests are signed for S3 stores alone, and {url} is in another.")
+        keys_of_account(url, options)
+        session, settings = _session_of(url, options)
+        endpoint = settings.get("endpoint_url") or _endpoint_of(session)
+        self._client = _client(session, endpoint, False, signature_version="s3v4")
+        parts = urlsplit(url)
+        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+
+    def url_of(self, operation: Literal["read", "create", "put"], key: str, lasts_s: float) -> str:
+        """The URL by which anybody may read, create or overwrite the object at `key`, for `lasts_s` seconds.
+
+        At most a week (of S3), and no longer than this process's own credentials. One that creates is valid with the
+        header `If-None-Match: *` alone.
+        """
+        where = {"Bucket": self._bucket, "Key": f"{self._prefix}/{key}" if self._prefix else key}
+        create = {"IfNoneMatch": "*"} if operation == "create" else {}
+        method = "get_object" if operation == "read" else "put_object"
+        return str(self._client.generate_presigned_url(method, Params={**where, **create}, ExpiresIn=int(lasts_s)))
+
+
 def _is_tls(endpoint: str | None) -> bool:
     """Whether requests use TLS, so that the signature need not cover bodies: hashing costs more than sending."""
     return not (endpoint or "").startswith("http://")
 
 
-def _client(session: Any, endpoint: str | None, anonymous: bool) -> Any:
-    """boto3's client for uploads in parts. `endpoint`: None for Amazon's own; `anonymous`: sign no request."""
+def _client(session: Any, endpoint: str | None, anonymous: bool, **more: str) -> Any:
+    """boto3's client for uploads in parts, and to sign requests. `endpoint`: None for Amazon's own; `anonymous`: sign
+    no request. `more`: settings of botocore's.
+    """
     from botocore import UNSIGNED  # type: ignore[import-untyped]
     from botocore.config import Config
 
@@ -164,7 +195,7 @@ def _client(session: Any, endpoint: str | None, anonymous: bool) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"payload_signing_enabled": not _is_tls(endpoint)},
-        **({"signature_version": UNSIGNED} if anonymous else {}),
+        **({"signature_version": UNSIGNED} if anonymous else more),
     )
     return session.client(
         "s3", endpoint_url=endpoint, region_name=session.region_name or _DEFAULT_REGION, config=config

@@ -336,10 +336,10 @@ def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptP
     started = state.running_since is None and event.status.state is ReplicaState.RUNNING
     words = f"it runs image {event.status.image}" if started and event.status.image else ""
     pending = event.status.state is ReplicaState.PENDING
-    waits_for = event.status.message if pending and event.status.reason else ""
+    waits_for = (event.status.message or event.status.native_state) if pending else ""
     effects: tuple[Effect, ...] = ()
-    if waits_for and waits_for != state.waits_for:
-        words, effects = f"it has not started yet: {waits_for}", (WriteWaiting(waits_for),)
+    if waits_for != state.waits_for:
+        words, effects = f"it has not started yet: {waits_for}" if waits_for else words, (WriteWaiting(waits_for),)
     running_since = now if started else state.running_since
     seen = replace(state, running_since=running_since, blind_since=None, pending=pending, waits_for=waits_for)
     return Step(seen, effects, words)

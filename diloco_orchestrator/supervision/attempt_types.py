@@ -98,7 +98,7 @@ class Running(Alive):
     running_since: float | None = None  # when the provider first reported RUNNING
     blind_since: float | None = None  # since when the provider cannot report its status; None: it can
     pending: bool = False  # the provider's last report: it waits for a machine
-    waits_for: str = ""  # why it has not started, if the provider said so last: its pod or its image is refused
+    waits_for: str = ""  # why it has no machine yet, in the provider's last words; empty once it has one
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from diloco_orchestrator.supervision.attempt_types import (
     IntentWritten,
     Launching,
     LegStopped,
+    Outcome,
     Postponed,
     Running,
     State,
@@ -227,6 +228,8 @@ class Fleet:
             self._views[replica_id] = view
             if step.reason:
                 level = logging.WARNING if isinstance(view.state, Cancelling | Postponed | GivenUp) else logging.INFO
+                if isinstance(view.state, Ended) and view.state.outcome is Outcome.DONE:
+                    level = logging.DEBUG  # the run is over, which its summary says after the last rounds
                 log.log(
                     level, "replica %d, attempt %d: %s", replica_id, number, self._once(step.reason, who, view.state)
                 )

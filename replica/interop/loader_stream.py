@@ -9,11 +9,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training import rng
@@ -53,11 +53,12 @@ class Deal:
     rank: int = 0
     of: int = 1
     block: int = 1
+    even: bool = False  # whether all batches have one size, as collectives of the ranks of a replica need it
 
     @classmethod
     def over(cls, ranks: Sequence[int], replica_id: int, rank: int = 0, block: int = 1) -> "Deal":
         """The assignment of batches to a rank of a replica. `ranks`: the number of ranks of each replica."""
-        return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block)
+        return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block, even=max(ranks) > 1)
 
     def takes(self, index: int) -> bool:
         """Whether this rank takes batch `index`."""
@@ -95,10 +96,10 @@ class LoaderStream:
         self._loader = loader
         self._deal, self._seed = deal, seed
         self._ended, self._prepare = ended, begin
-        base = _undivided(loader)
+        base = _undivided(loader, deal.even)
         self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.SeparateDraws()
         kind = _MapEpochs if _has_indices(base) else _Epochs
-        self._epochs: _Epochs = kind(base, deal.takes, self._order, self._chance)
+        self._epochs: _Epochs = kind(base, deal, self._order, self._chance)
         self._generators = _generators_in(loader)
         self._before = 0  # batches of all earlier epochs, whoever took them
         self._taken = 0  # by this rank, of this epoch
@@ -211,12 +212,10 @@ class LoaderStream:
 class _Epochs:
     """Iterates over one epoch of a loader after another. All batches are made, and those of other replicas dropped."""
 
-    def __init__(
-        self, base: Iterable[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
-    ) -> None:
+    def __init__(self, base: Iterable[Any], deal: Deal, order: DealtOrder, chance: rng.SeparateDraws) -> None:
         self.seen = 0  # batches of the epoch so far, whoever takes them
         self._base = base
-        self._is_ours, self._order, self._chance = is_ours, order, chance
+        self._is_ours, self._order, self._chance = deal.takes, order, chance
 
     def begin(self, before: int, skip: int) -> Iterator[Any]:
         """This rank's batches of an epoch except the first `skip`, which are dropped.
@@ -255,11 +254,11 @@ class _Epochs:
 class _MapEpochs(_Epochs):
     """`_Epochs` for a DataLoader with indices: items of others, and of skipped batches, are never loaded."""
 
-    def __init__(
-        self, base: DataLoader[Any], is_ours: Callable[[int], bool], order: DealtOrder, chance: rng.SeparateDraws
-    ) -> None:
-        super().__init__(base, is_ours, order, chance)
-        self._indices = base.sampler if base.batch_sampler is None else base.batch_sampler
+    def __init__(self, base: DataLoader[Any], deal: Deal, order: DealtOrder, chance: rng.SeparateDraws) -> None:
+        super().__init__(base, deal, order, chance)
+        self._indices: Iterable[Any] = base.sampler if base.batch_sampler is None else base.batch_sampler
+        if deal.even and isinstance(base.batch_sampler, BatchSampler):
+            self._indices = _Filled(base.batch_sampler)
         self._window = _Window()
         self._has_workers = False  # of an earlier epoch
         settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
@@ -288,10 +287,25 @@ class _Window:
         return self.indices
 
 
-def _undivided(loader: Any) -> Any:
+class _Filled:
+    """The batches of a sampler; an epoch's last one, if it is shorter, is filled up with the epoch's first indices."""
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        first: list[int] = []
+        for batch in self._sampler:
+            first = first or list(batch)
+            missing = self._sampler.batch_size - len(batch)
+            yield [*batch, *islice(cycle(first), missing)] if missing > 0 else batch
+
+
+def _undivided(loader: Any, even: bool) -> Any:
     """The loader behind accelerate's, with the batches of all ranks.
 
-    accelerate's own iterator is a batch ahead, and gives each rank its part of the batches of one replica.
+    accelerate's own iterator is a batch ahead, and gives each rank its part of the batches of one replica. `even`:
+    whether a stream's last batch is left out where it is shorter than others.
     """
     base = getattr(loader, "base_dataloader", loader)
     sampler: Any = getattr(base, "batch_sampler", None)
@@ -308,12 +322,14 @@ def _undivided(loader: Any) -> Any:
             f"the trainer's data loader has a DistributedSampler over {own.num_replicas} processes. Take it out: the "
             "batches of one loader, the same in every rank, are dealt over the ranks of all replicas."
         )
-    if divided is None:
+    shortens = even and isinstance(base, DataLoader) and isinstance(dataset, IterableDataset) and bool(base.batch_size)
+    if divided is None and not shortens:
         return base
     settings = {name: getattr(base, name) for name in _SETTINGS if hasattr(base, name)}
-    if divided is sampler:
+    if divided is not None and divided is sampler:
         return DataLoader(dataset, batch_sampler=divided.batch_sampler, **settings)
-    return DataLoader(divided.dataset, batch_size=base.batch_size, drop_last=base.drop_last, **settings)
+    source = dataset if divided is None else divided.dataset
+    return DataLoader(source, batch_size=base.batch_size, drop_last=base.drop_last or even, **settings)
 
 
 def _has_indices(loader: Any) -> bool:

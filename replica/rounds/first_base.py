@@ -6,6 +6,7 @@ at `start.json` or in snapshot 0 with other bytes than a replica writes there is
 under a random name. `snapshots.layout` stores a base.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,8 @@ from itertools import chain
 
 import torch
 
-from diloco_orchestrator.allreduce.dealing import path_of, shard_numel_of
+from diloco_orchestrator.allreduce.dealing import ASSUMED, Link, path_of, shard_numel_of
+from diloco_orchestrator.allreduce.link import agreed_link, recorded_link
 from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
@@ -282,6 +284,14 @@ def patience_s(replica_id: int, next_size: int) -> float:
     return (1 + replica_id % _TURNS) * (_GRACE_S + next_size / _SLOW_LINK)
 
 
+def _link_of(attempt: Attempt) -> Link:
+    """The link by which all replicas of the run choose its path. A stranger's measures none: others write the start."""
+    if attempt.is_invited:
+        return recorded_link(attempt.store) or ASSUMED
+    who = attempt.stamp, attempt.replica_id
+    return agreed_link(attempt.store, attempt.clock, attempt.background, *who, attempt.writer.create)
+
+
 class _FirstSnapshot:
     """Writes snapshot 0, the first base, from this replica's model. `take`: the version written, None before.
 
@@ -291,8 +301,9 @@ class _FirstSnapshot:
 
     def __init__(self, attempt: Attempt, own: OwnModel) -> None:
         numels = [sum(own.parameters[name].numel() for name in names) for names in own.fragments]
-        self.path = path_of(attempt.config, numels)
-        shard_numel = shard_numel_of(attempt.config, self.path, numels)
+        link = functools.cache(functools.partial(_link_of, attempt))
+        self.path = path_of(attempt.config, numels, link)
+        shard_numel = shard_numel_of(attempt.config, self.path, numels, link)
         self.base = own.values.first_base(attempt.config.outer, own.fragments, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from diloco_orchestrator.errors import Documented
+
 Outcome = Literal["passed", "failed", "not applicable"]
 _WIDTH = 118
 _INDENT = 31
 
 
-class ReplicaUnsound(AssertionError):
+class ReplicaUnsound(Documented, AssertionError):
     """A training function failed one of the checks in its conformance report, which is the message."""
 
 

@@ -91,7 +91,7 @@ class Notes:
 def read_tensors(folder: Path, name: str) -> Tensors | None:
     """Tensors that ranks of one replica kept under `name`: where there are several, each rank's part by itself."""
     found = {path.parent.name: load_file(path) for path in sorted(folder.glob(f"*/{name}.safetensors"))}
-    if len(found) == 1:
+    if found.keys() == {"0"}:
         return found["0"]
     parts = {f"{each} (rank {rank})": part for rank, of in found.items() for each, part in of.items()}
     return parts or None

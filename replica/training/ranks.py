@@ -99,16 +99,17 @@ class Ranks:
         joined._lines = SignalLines.joined(rank, ranks, host, joined.everyone)
         return joined
 
-    def await_all(self, what: str) -> None:
+    def await_all(self, what: str, within_s: float = 1800.0) -> None:
         """Block until every rank has called this method. Raises `ConfigError` in rank 0, naming those that did not in
         time.
 
-        `what`: the call of the user that brings a rank here, such as "ctx.attach".
+        `what`: the call of the user that brings a rank here, such as "ctx.attach". `within_s`: how long rank 0 waits,
+        in seconds; others may prepare their data meanwhile, which takes longer than a collective.
         """
         if self.ranks == 1:
             return
         try:
-            dist.monitored_barrier(self._data, wait_all_ranks=True)
+            dist.monitored_barrier(self._data, timedelta(seconds=within_s), wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank:
                 raise

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fast_s3 import running_fast_s3
+from record_examples import EXAMPLES
 
 from diloco_orchestrator import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.dealing import bytes_down, dealers, predicted_s, shard_numel_for
@@ -191,6 +192,7 @@ def test_ranks_with_different_paths_are_told(tmp_path):
 )
 def test_auto_takes_the_path_of_less_time_and_says_why(ranks, shards, chosen, tmp_path, caplog):
     caplog.set_level(logging.INFO)
+    open_store(str(tmp_path)).create(keys.LINK, EXAMPLES["link"].to_bytes())
     means = reduce_all(str(tmp_path), tensors_of(ranks, shards), "auto")
     assert all(torch.equal(mean, means[0]) for mean in means)
     made = list(open_store(str(tmp_path)).list(keys.reduced_shards(ROUND)))
@@ -200,11 +202,11 @@ def test_auto_takes_the_path_of_less_time_and_says_why(ranks, shards, chosen, tm
 
 def test_time_is_foretold_from_bytes_and_round_trips():
     few, many = predicted_s(1000, "fp32", 4, 2**24), predicted_s(2**28, "fp32", 4, 2**24)
-    assert few[0] < 0.1 < few[1]  # two round trips; several more
+    assert few[0] < 0.3 < few[1]  # three round trips; several more
     assert many[0] == pytest.approx(4 * 2**30 / 62.5e6, rel=0.05) and 0.9 * many[0] < many[1] < many[0]
     wide, packed = predicted_s(2**26, "fp32", 64, 2**24), predicted_s(2**26, "int4", 4, 2**24)
     assert wide[1] < 0.1 * wide[0] and packed[0] < packed[1] < 1.5 * packed[0]
-    assert predicted_s(0, "fp32", 3, 2**24)[0] == 0
+    assert predicted_s(0, "fp32", 3, 2**24)[0] < 0.3  # an empty tensor
 
 
 def test_a_payload_that_differs_from_its_manifest_is_never_averaged(reduced):

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import click
@@ -30,13 +29,6 @@ def test_a_command_has_its_words_of_help_and_an_example_that_parses(name):
     program, called, *arguments = shlex.split(example)
     assert (program, called) == ("diloco", name)
     command.make_context(name, arguments)  # raises for an option or an argument that does not exist
-
-
-def test_the_installation_that_only_reads_is_all_we_need_but_torch_and_transformers():
-    needed = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
-    everywhere = {re.split("[><=]", each)[0] for each in needed if ";" not in each}
-    (light,) = re.findall(r"^pip install (blake3 .+)$", PAGE.read_text(), re.M)
-    assert set(light.split()) == everywhere - {"torch", "transformers"}
 
 
 def shown(page: Path) -> list[str]:

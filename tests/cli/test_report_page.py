@@ -160,6 +160,13 @@ def test_participation_tells_who_was_averaged(html):
     assert re.findall(r"<td>(\d/\d)</td>", html) == ["3/4", "3/4"]
 
 
+def test_a_replica_of_several_ranks_is_one_row_with_their_number():
+    fleet = Fleet(replicas=2, rounds=9, ranks_per_replica=[8, 1], weights="uniform")
+    play(fleet.join_all(), [1.0, 1.0])
+    html = page(Report.read(RunReader(fleet.store), NoBackground()))
+    assert re.findall(r"<th>(replica&nbsp;[^<]*)</th>", html) == ["replica&nbsp;0 (8 ranks)", "replica&nbsp;1"]
+
+
 def test_attempts_tell_how_long_and_how_they_ended(html):
     rows = re.findall(
         r"<tr><td>(\d)</td><td>1</td><td>[^<]*</td><td[^>]*>start of the leg</td><td[^>]*>([^<]*)</td><td>([^<]*)", html

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_the_runs_own_setting_decides_over_the_machines_gpus(nvidia_smi, tmp_pat
     calls = nvidia_smi(TWO)
     assert gpus_in_plans(LocalProcessExecutor(tmp_path), 2, CUDA_VISIBLE_DEVICES="1") == ["1", "1"]
     assert not calls.exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [({}, r"3 ranks.*would see 2 here \(GPU-aa, GPU-bb\)"), ({"CUDA_VISIBLE_DEVICES": "1"}, r"see 1 here")],
+)
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(nvidia_smi, tmp_path, env, words):
+    nvidia_smi(TWO)
+    executor, wanted = LocalProcessExecutor(tmp_path), request("pass", env=env, ranks=3)
+    with pytest.raises(ValueError, match=words):
+        executor.plan(wanted)
+    on_cpu = executor.plan(replace(wanted, env={"CUDA_VISIBLE_DEVICES": ""}))
+    assert on_cpu["env"]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.parametrize("code", [0, 9])

@@ -34,13 +34,23 @@ class RayRig(Rig):
         return RayExecutor(**{**self._options, **options})
 
     def preempt(self, handle: ReplicaHandle) -> None:
-        """The processes of the job alone: their node is this machine."""
+        """The processes of the job alone: their node is this machine.
+
+        Waits for them: the log may hold the output of an earlier job of that name.
+        """
         marker = f"DILOCO_STARTED=-- {handle.native_id} --".encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # one that has ended meanwhile
-                inside = marker in (process / "environ").read_bytes().split(b"\0")
-                if inside and b"sigwait" in (process / "cmdline").read_bytes():
-                    os.kill(int(process.name), signal.SIGTERM)
+
+        def ended() -> bool:
+            found = False
+            for process in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):  # one that has ended meanwhile
+                    inside = marker in (process / "environ").read_bytes().split(b"\0")
+                    if inside and b"sigwait" in (process / "cmdline").read_bytes():
+                        os.kill(int(process.name), signal.SIGTERM)
+                        found = True
+            return found
+
+        wait_until(ended, "its process has started")
 
     def hold(self, on: bool) -> None:
         if on:

@@ -249,6 +249,10 @@ def test_a_state_of_slurm_becomes_ours(state: str, code: int, expected: tuple[st
     assert (status.state.value, status.reason, status.native_state) == (*expected, state)
 
 
+def test_why_a_job_waits_is_said_as_squeue_says_it():
+    assert status_of(Job("1", "PENDING", 0, 0, NAME, "QOSMaxGRES"), False).message == "PENDING (QOSMaxGRES)"
+
+
 def test_the_requests_own_time_limit_and_a_requeued_job_are_told_apart():
     assert status_of(Job("1", "FAILED", 124, 0, NAME, ""), timed=True).state is ReplicaState.TIMED_OUT
     assert status_of(Job("1", "FAILED", -9, 0, NAME, ""), timed=True).state is ReplicaState.TIMED_OUT

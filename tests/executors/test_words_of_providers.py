@@ -109,6 +109,23 @@ def test_what_a_provider_says_of_a_launch_that_it_refuses_is_in_the_status_until
     assert next(row.words() for row in reader.status().replicas) == "training"
 
 
+def test_what_a_provider_says_of_its_queue_is_in_the_status_until_the_attempt_has_a_machine():
+    scene = Scene()
+    coordinator, reader = scene.coordinator(), RunReader(scene.fleet.store)
+
+    def status_after_a_minute(status: ReplicaStatus) -> set[str]:
+        scene.executor.states = dict.fromkeys([(0, 1), (1, 1)], status)
+        scene.steps(coordinator, 60.0, every=15.0)
+        return {row.words() for row in reader.status().replicas}
+
+    for words in ("position 7 in the queue", "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"):
+        told = ReplicaStatus(ReplicaState.PENDING, native_state="QUEUED", message=words)
+        assert status_after_a_minute(told) == {f"launching: {words}"}
+    assert status_after_a_minute(ReplicaStatus(ReplicaState.PENDING, native_state="QUEUED")) == {"launching: QUEUED"}
+    (words,) = status_after_a_minute(ReplicaStatus(ReplicaState.RUNNING, native_state="UP"))
+    assert words.startswith("launching: no heartbeat yet")
+
+
 def test_a_providers_words_are_recorded_without_the_secrets_that_it_was_sent():
     scene = Scene(retry={"max_errors": 1, "backoff_s": 1.0})
     secrets = {"WANDB_API_KEY": "0123456789abcdef-of-the-user"}

@@ -82,7 +82,8 @@ def test_what_is_installed_is_what_a_replica_with_a_bucket_needs():
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     found = {canonicalize_name((each := Requirement(line)).name): each.specifier for line in printed}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["s3"]]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in project["dependencies"] + extras["train"] + extras["s3"]]
     assert found == {canonicalize_name(each.name): each.specifier for each in wanted}
     lock = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lock)}

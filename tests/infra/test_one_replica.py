@@ -40,7 +40,7 @@ def own_keys(replica_id: int) -> list[str]:
 AGAIN = [str(PayloadKey(7, 0, 1, shard, take)) for shard in (0, 12) for take in (2, keys.MAX_TAKES)]
 _START = [keys.START, keys.start_take("0" * 16)]
 _TAKES = [keys.snapshot(7, "x"), keys.snapshot(0, "x", "123456789")]
-ANYBODYS = [*AGAIN, keys.want(7, 0, 1, 0, 2), keys.commit(7), *_START, keys.result(1), *_TAKES]
+ANYBODYS = [*AGAIN, keys.LINK, keys.want(7, 0, 1, 0, 2), keys.commit(7), *_START, keys.result(1), *_TAKES]
 
 
 SIGNED = "A" * 86  # the last part of an object's name in a signed run

@@ -13,8 +13,9 @@ from sessions import Counted, context_of
 
 from diloco_orchestrator.cli.main import diloco
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.inspection.verify import check_loading, verify_run
+from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.inspection.verify.findings import Verification
+from diloco_orchestrator.inspection.verify.loading import check_loading
 from diloco_orchestrator.store.open_store import open_store
 
 ITEMS = [[float(i), 1.0, -0.5 * i] for i in range(8)]

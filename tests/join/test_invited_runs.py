@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from iam_server import ADMIN, BUCKET, ROLE, IamServer, running_iam_server
 from joined import ROOT
 from loopback_r2 import SECRET, running_r2
 from real_runs import FAST
+from signed_s3 import running_signed_s3
 
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -111,42 +113,69 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
         assert link.strip().encode() not in bucket.get(info.key), info.key
 
 
+def take_part(
+    url: str, account: dict[str, str], alone: dict[str, str], invitation: list[str], tmp_path: Path, monkeypatch: Any
+) -> str:
+    """Play a run of two machines with the account and a stranger's, all averaged in each round; returns the link.
+
+    `alone`: the environment of the stranger's machine, beside that of every process.
+    """
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
+    executor = JoinExecutor(machines=(identity_of_user().public.text(),))
+    run = launch("tiny_workloads:train", store=url, executor=executor, **SETTINGS)
+    mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+    made = diloco(tmp_path, mine, "invite", url, "--replica", "2", "--expires", "1h", *invitation)
+    link, said = made.communicate()
+    assert made.returncode == 0 and len(link) < 3000, said
+    (tmp_path / "stranger").mkdir()
+    key = RunReader(of_run(open_store(url))).run.signed_by
+    assert key is not None
+    machines = [
+        diloco(tmp_path, mine, "join", url, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
+        for each in (0, 1)
+    ]
+    machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
+    try:
+        result = run.wait(on_poll=lambda: none_left(machines))
+        said = "".join(each.communicate(timeout=60)[1] for each in machines)
+    finally:
+        for each in machines:
+            each.kill()
+    assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
+    store = of_run(open_store(url))
+    commits = RunReader(store).commits()
+    averaged = [{answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied]
+    assert averaged == 4 * [{0, 1, 2}]
+    assert not any(str(each.by).startswith("replica 2") for each in commits)
+    assert verify_run(store).agrees
+    return link.strip()
+
+
 def test_a_machine_without_an_account_takes_part_by_a_link_to_a_run_on_r2(tmp_path: Path, monkeypatch):
     with running_r2() as server:
         account = server.environ()
-        for name, value in account.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
-        executor = JoinExecutor(machines=(identity_of_user().public.text(),))
-        run = launch("tiny_workloads:train", store=ON_R2, executor=executor, **SETTINGS)
-        mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
-        made = diloco(tmp_path, mine, "invite", ON_R2, "--replica", "2", "--expires", "1h")
-        link, said = made.communicate()
-        assert made.returncode == 0 and len(link) < 2500, said
-        (tmp_path / "stranger").mkdir()
-        key = RunReader(of_run(open_store(ON_R2))).run.signed_by
-        assert key is not None
-        machines = [
-            diloco(tmp_path, mine, "join", ON_R2, "--signed-by", key.key, "--replica", str(each), "--every", EVERY_S)
-            for each in (0, 1)
-        ]
         alone = {"http_proxy": account["http_proxy"]}
-        machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
-        try:
-            result = run.wait(on_poll=lambda: none_left(machines))
-            said = "".join(each.communicate(timeout=60)[1] for each in machines)
-        finally:
-            for each in machines:
-                each.kill()
-        assert result.status == "completed" and [each.returncode for each in machines] == [0, 0, 0], said
-        store = of_run(open_store(ON_R2))
-        commits = RunReader(store).commits()
-        averaged = [
-            {answer.replica_id for answer in each.answers if answer.averaged} for each in commits if each.applied
-        ]
-        assert averaged == 4 * [{0, 1, 2}]
-        assert not any(str(each.by).startswith("replica 2") for each in commits)
-        assert verify_run(store).agrees
+        link = take_part(ON_R2, account, alone, [], tmp_path, monkeypatch)
         bucket = open_s3(ON_R2, {})
         everything = b"".join(bucket.get(info.key) for info in bucket.list(""))
-        assert SECRET.encode() not in everything and link.strip().encode() not in everything
+        assert SECRET.encode() not in everything and link.encode() not in everything
+
+
+def test_a_machine_without_an_account_takes_part_by_signed_requests_alone(tmp_path: Path, monkeypatch):
+    """Each of a minute: where this machine is slow the run lasts longer than some of them."""
+    with running_signed_s3() as server:
+        invitation = ["--presigned", "--credentials-last", "1m"]
+        link = take_part(ON_R2, server.environ(), {}, invitation, tmp_path, monkeypatch)
+        by_url, refused = server.server.by_url, server.server.refused_urls
+        print(len(by_url), "different requests,", len(refused), "refused")
+        assert not refused
+        written = [path for method, path in by_url if method == "PUT"]
+        bucket = open_s3(ON_R2, {})
+        theirs = [
+            i.key for i in bucket.list(keys.ROUNDS) if "/contributions/2.json/" in i.key or "/payload/2/" in i.key
+        ]
+        assert len(theirs) >= 8 and all(any(path.endswith(each) for path in written) for each in theirs)
+        everything = b"".join(bucket.get(info.key) for info in bucket.list(""))
+        assert b"X-Amz-Signature" not in everything and link.encode() not in everything

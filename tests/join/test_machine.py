@@ -222,11 +222,19 @@ def test_a_credential_in_the_environment_of_an_offer_is_refused(scene: Scene):
 
 
 def test_joining_needs_trust_in_who_may_write_to_the_bucket(tmp_path: Path):
-    """Also where the run's folder will be made by its launcher only."""
+    """Also where the launcher has not begun the run yet."""
+    (tmp_path / "bucket").mkdir()
     leaves_soon = ["--hours", "0.0003", "--every", "0.05"]  # if it should join all the same
     done = diloco_here("join", str(tmp_path / "bucket"), *leaves_soon, cwd=tmp_path)
     assert done.returncode == 2
     assert "this machine would run the code that" in done.stderr and "--signed-by" in done.stderr
+
+
+@pytest.mark.parametrize("trust", [(), ("--trust-bucket",)])
+def test_joining_makes_no_folder_and_waits_for_one_that_it_may_trust(trust: tuple[str, ...], tmp_path: Path):
+    done = diloco_here("join", "runs/typo", *trust, "--hours", "0.0001", "--every", "0.05", cwd=tmp_path)
+    assert done.returncode == 1 and f"there is no folder {tmp_path}/runs/typo. Check the address" in done.stderr
+    assert ("Waiting for it." in done.stderr) == bool(trust) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

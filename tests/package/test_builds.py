@@ -1,4 +1,6 @@
-"""sdist and wheel as `python -m build` makes them: what is in them, and the commit that `diloco --version` says."""
+"""sdist and wheel as `python -m build` makes them: what is in them, the commit that `diloco --version` says, and what
+works where they are installed without torch, or run by pipx and uvx.
+"""
 
 import os
 import shutil
@@ -6,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +101,63 @@ def test_the_wheel_of_an_sdist_holds_code_page_and_licences(made):
     licences = [name for name in names if "/licenses/" in name]
     assert sorted(Path(name).name for name in licences) == ["LICENSE", "LICENSE-uPlot"]
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "docs/"))]
+
+
+# -- an installation that only looks ----------------------------------------------------------------------------------
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def light(made: Built, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """`diloco` of the wheel without extras, in an environment of its own, with kept runs in its folder."""
+    folder = tmp_path_factory.mktemp("light")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    pip = [str(folder / "venv/bin/pip"), "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(made.wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"pip reaches no index: {done.stderr.strip().splitlines()[-1]}")
+    for name in ("runs", "later"):
+        with tarfile.open(ROOT / f"tests/fixtures/kept_runs/{name}.tar.xz") as packed:
+            packed.extractall(folder, filter="data")
+
+    def diloco(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = [str(folder / "venv/bin/diloco"), *words]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+    python = str(folder / "venv/bin/python")
+    code = "import importlib.util as found; print(found.find_spec('torch'), found.find_spec('transformers'))"
+    assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout == "None None\n"
+    return diloco
+
+
+RUNS = ("voted", "joined", "dealt", "signed")
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("command", ["status", "report", "explain", "snapshots", "logs"])
+def test_a_run_is_read_without_torch(light, command, run):
+    words = ["--replica", "0"] if command == "logs" else [f"{run}.html"] if command == "report" else []
+    done = light(command, run, *words)
+    assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
+def test_help_to_join_needs_no_torch(light):
+    assert "Usage: diloco join" in light("join", "--help").stdout
+
+
+def test_doctor_without_torch_says_so_and_goes_on_to_the_store(light):
+    done = light("doctor", "a-store")
+    assert done.returncode == 1 and "FAIL  torch          it does not import" in done.stdout
+    assert "ok    throughput" in done.stdout and "arithmetic" not in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_verify_without_torch_checks_the_rest_and_says_what_it_did_not_derive(light, run):
+    done = light("verify", run)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "not derived: averages, outer steps, bases, and the tensors of snapshots: needs torch" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("NOT VERIFIED: what was checked agrees")
+    assert "everything agrees" not in done.stdout
+    (says,) = [line for line in done.stdout.splitlines() if line.startswith("checked:")]
+    assert all(words in says for words in ("rounds", "manifests", "payloads and states", "files of snapshots"))

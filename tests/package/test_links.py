@@ -3,7 +3,15 @@
 import functools
 import re
 import subprocess
+import traceback
 from pathlib import Path
+
+import pytest
+
+from diloco_orchestrator.errors import AllReduceTimeout, ConfigError
+from diloco_orchestrator.executors.contract import Unavailable
+from diloco_orchestrator.guard.heldout import CollapseStopError, TripwireStatus
+from diloco_orchestrator.replica.testing.report import ReplicaUnsound
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^(```+).*?^\1", re.MULTILINE | re.DOTALL)
@@ -137,8 +145,29 @@ def test_every_error_that_is_raised_on_purpose_has_a_section():
     classes = [each for module in (errors, contract) for each in vars(module).values() if isinstance(each, type)]
     named = {each.__name__ for each in classes if issubclass(each, Exception)} | {CollapseStopError.__name__}
     page = (ROOT / "docs/reference/troubleshooting.md").read_text()
-    missing = named - {"DilocoError"} - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+    missing = named - {"DilocoError", "Documented"} - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
     assert not missing, f"add a section to docs/reference/troubleshooting.md: {', '.join(sorted(missing))}"
+
+
+class _OfAUser(Unavailable):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "section"),
+    [
+        (ConfigError("a"), "configerror"),
+        (AllReduceTimeout("a", [1]), "allreducetimeout"),
+        (_OfAUser("a", 2.0), "unavailable"),
+        (CollapseStopError(TripwireStatus(True, "a", 1, 0.0, None, None)), "collapsestoperror"),
+        (ReplicaUnsound("a"), "replicaunsound"),
+    ],
+)
+def test_a_traceback_ends_with_the_section_about_its_error(error, section):
+    *_, message, last = "".join(traceback.format_exception_only(error)).splitlines()
+    assert message.endswith(f": {error}") and str(error) == "a"
+    assert last == f"  More: docs/reference/troubleshooting.md#{section}"
+    assert section in anchors(ROOT / "docs/reference/troubleshooting.md")
 
 
 def test_every_public_name_is_on_the_page_of_the_api():

@@ -139,6 +139,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.began(1, 1),
             keys.follows(1),
             keys.start_take("0" * 16),
+            keys.LINK,
             keys.KL_RECORD,
             keys.KL_REFERENCE,
             keys.begin(1),
@@ -153,6 +154,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.invitation(1, 5, "0" * 32),
             keys.revocation(1, 5, "0" * 32),
             keys.grant(1, 5, "0" * 32, 2),
+            keys.window(1, 5, "0" * 32),
         ),
         *(each(1, 1) for each in attempt),
         *(

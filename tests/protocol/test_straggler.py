@@ -156,3 +156,13 @@ def test_in_equal_time_a_partial_round_counts_as_long_as_it_took_and_the_fastest
     assert medians(times) == 12.0
     times = times.with_manifests([contribution(round_, 2, 1e-6) for round_ in (1, 2, 3)])
     assert times.fastest_s == 12.0 / 8  # nobody shortens a round further by a report
+
+
+def test_in_equal_time_a_machine_much_slower_than_most_goes_by_their_time_and_not_by_an_eighth_of_its_own():
+    times = RoundTimes(round_steps=20, own=2, equal_time=True)
+    assert times.with_manifests([contribution(1, 2, 6.0, steps=2)]).fastest_s == 60.0
+    own = contribution(1, 2, 6.0, steps=2)
+    assert (
+        times.with_manifests([contribution(1, 0, 4.0, steps=20), contribution(1, 1, 4.0, steps=20), own]).fastest_s
+        == 4.0
+    )

@@ -11,13 +11,14 @@ import own_loops
 import pytest
 import torch
 from cli_support import diloco
+from safetensors.torch import save_file
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.context import ReplicaSession
 from diloco_orchestrator.replica.testing import ConformanceReport, Finding, ReplicaUnsound, check_replica
 from diloco_orchestrator.replica.testing.jobs import Seen
 from diloco_orchestrator.replica.testing.rows import NAMES, CheckResults, findings
-from diloco_orchestrator.replica.testing.watched import Notes, PlainSession
+from diloco_orchestrator.replica.testing.watched import Notes, PlainSession, read_tensors
 
 ROOT = Path(__file__).parent.parent.parent
 WORKLOAD = "conformance_workloads:train"
@@ -117,6 +118,13 @@ def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
 def test_a_state_that_is_lost_fails_its_row_and_leaves_nothing_to_resume():
     found = outcomes(checked(first=replace(FIRST, notes=replace(FIRST.notes, state_lost=["[0]['exp_avg']"]))))
     assert found == {"saved": "failed", "resumed": "not applicable"}
+
+
+def test_tensors_that_rank_1_alone_has_left_are_its_part(tmp_path: Path):
+    """It has seen rank 0 die, and wrote them before it was killed too."""
+    (tmp_path / "1").mkdir()
+    save_file(PARAMETERS, tmp_path / "1" / "model.safetensors")
+    assert list(read_tensors(tmp_path, "model") or {}) == ["w (rank 1)"] and read_tensors(tmp_path, "base") is None
 
 
 def test_a_report_is_a_table_with_what_to_do():
@@ -223,14 +231,21 @@ def test_a_schedule_that_follows_the_training_metric_is_the_same_with_and_withou
     assert report["evaluation"].outcome == "passed"
 
 
+HALF_AND_OFFLOADED = {"bf16": True, "offload": True}
 RANKED = {  # functions of several ranks, by what each shows
     "fully_shard": ("island_fsdp:train", {}),
     "DDP": ("island_workloads:train", {"model": "ddp", "hidden": 31}),
     "accelerate": ("accelerate_loop:train", {}),
     "Lightning, DDP": ("lightning_loop:train", {}),
     "Lightning, fully_shard": ("lightning_loop:train", {"sharded": True}),
+    "fully_shard, bf16, offload": ("island_workloads:train", {"model": "fsdp", "hidden": 31, **HALF_AND_OFFLOADED}),
+    "tensor-parallel": ("island_workloads:train", {"model": "tp", "hidden": 32}),
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
+    "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
+    "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
+    "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
     "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
+    "LoRA, fully_shard": ("tiny_trainers:train_lora", {"sharded": True}),
 }
 # Rows that do not apply: the data of a loop are compared with held-out items only where it has any.
 ABSENT = {"accelerate_loop": {"evaluation", "planted", "frozen"}, "lightning_loop": {"evaluation", "planted", "frozen"}}

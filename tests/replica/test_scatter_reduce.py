@@ -9,7 +9,16 @@ import pytest
 import torch
 from protocol_fleet import FAST, Fleet, HurriedClock, close, report, together
 
-from diloco_orchestrator.allreduce.dealing import Dealing, dealers, dealing_of, path_of, scatters, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import (
+    ASSUMED,
+    Dealing,
+    Link,
+    dealers,
+    dealing_of,
+    path_of,
+    scatters,
+    shard_numel_for,
+)
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.codecs.table import encode, get_codec
@@ -19,7 +28,7 @@ from diloco_orchestrator.inspection.costs import forecast
 from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.allreduce_records import Reduced
+from diloco_orchestrator.protocol.allreduce_records import MeasuredLink, Reduced
 from diloco_orchestrator.protocol.check_records import AverageCheck, Checked, CheckNamed, PublishedAverage, ReadShards
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.records import Commit, Contribution
@@ -60,18 +69,22 @@ def model(wide: int = WIDE) -> torch.nn.Module:
 
 
 def fleet_of(
-    path: str, wide: int = WIDE, clock: Clock | None = None, **settings: Any
+    path: str, wide: int = WIDE, clock: Clock | None = None, link: Link | None = None, **settings: Any
 ) -> tuple[Fleet, list[Participant]]:
     clock = clock or HurriedClock()
     timing = {**FAST, "poll_s": 0.2, "round_timeout_s": 600.0, "startup_timeout_s": 600.0}
     settings = {"replicas": REPLICAS, "timing": timing, "quorum": None, "path": path, **settings}
-    fleet = Fleet(store=Watched(), clock=clock, **settings)
+    store = Watched()
+    if link is not None:
+        store.create(keys.LINK, MeasuredLink(write_id="0", at=0.0, rank=3, **link._asdict()).to_bytes())
+    fleet = Fleet(store=store, clock=clock, **settings)
     return fleet, [fleet.join(i, model=model(wide)) for i in range(fleet.replicas)]
 
 
 def contribute(participant: Participant) -> Contribution:
     generator = torch.Generator().manual_seed(participant._attempt.replica_id)
-    vector = FlatTensors([torch.randn(WIDE * HIGH + HIGH, generator=generator)])
+    base = participant.base
+    vector = FlatTensors([torch.randn(base.numel(base.fragments[0]), generator=generator)])
     return participant._contributor.contribute_delta(vector, report())
 
 
@@ -166,7 +179,7 @@ def test_a_commit_that_names_another_codec_than_the_settings_give_averages_nobod
 
 def test_what_auto_took_is_fixed_by_the_start_record():
     """A version that foretells other times goes on with the path and the shards that the run began with."""
-    fleet, participants = fleet_of("auto", codec="int4", wide=32)
+    fleet, participants = fleet_of("auto", codec="int4", wide=32, link=ASSUMED)
     start = RunLog(fleet.store).start()
     assert start is not None and start.record.path == "gather" and not scatters(fleet.config, start.record)
     other = start.record.model_copy(update={"path": "scatter_reduce"})
@@ -176,6 +189,22 @@ def test_what_auto_took_is_fixed_by_the_start_record():
     assert played(participants).checks is None
     assert_right(fleet, participants)
     assert fleet_of("gather")[0].engine.get(keys.START).count(b'"path"') == 0
+
+
+def test_fewer_shards_than_replicas_are_averaged_too():
+    fleet, participants = fleet_of("scatter_reduce", wide=32, replicas=5)
+    commit = played(participants)
+    assert all(each.averaged for each in commit.answers) and commit.checks and of_shards(participants) == 2
+    assert_right(fleet, participants)
+
+
+def test_all_replicas_go_by_the_link_that_is_recorded():
+    thin, far = Link(1e-4, 1e4, 1e4), Link(0.1, 1e9, 1e9)
+    for link, path in ((thin, "scatter_reduce"), (far, "gather")):
+        fleet, participants = fleet_of("auto", link=link, codec="int4", replicas=8)
+        start = RunLog(fleet.store).start()
+        assert start is not None and start.record.path == path and len(participants) == 8
+        assert not list(fleet.store.list(keys.PROBE))
 
 
 BAD_RECORDS = {

@@ -318,6 +318,16 @@ def test_batches_that_accelerate_has_divided_over_ranks_are_dealt_anew(stream):
     assert found == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("data", [range(5), range(1), Endless()], ids=["indices", "fewer than a batch", "stream"])
+def test_the_ranks_of_a_replica_get_batches_of_one_size(data):
+    """An epoch's last batch is filled up with its first items; that of a stream is left out."""
+    whose = ((0, 0), (0, 1), (1, 0))
+    streams = [LoaderStream(DataLoader(data, batch_size=2), Deal.over([2, 1], *who)) for who in whose]
+    found = [[next(stream).tolist() for _ in range(4)] for stream in streams]
+    last = [4, 5] if isinstance(data, Endless) else [4, 0]
+    assert found == ([[[0, 0]] * 4] * 3 if data == range(1) else [[each] * 4 for each in ([0, 1], [2, 3], last)])
+
+
 def test_loaders_whose_division_cannot_be_undone_are_refused():
     sampler = torch.utils.data.DistributedSampler(range(7), num_replicas=2, rank=0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"DistributedSampler over 2 processes\. Take it out"):

@@ -16,10 +16,13 @@ pytest.importorskip("peft", reason="the extra [trl] is not installed")
 import peft
 import tiny_trainers as tiny
 import torch
+import torch.distributed as dist
 from loopback_hub import LoopbackHub
 from peft import LoraConfig
 from protocol_fleet import Fleet
 from sessions import context_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from diloco_orchestrator import train_as_replica
@@ -28,10 +31,12 @@ from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.verify import check_loading, verify_run
+from diloco_orchestrator.inspection.verify import verify_run
+from diloco_orchestrator.inspection.verify.loading import check_loading
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.snapshots.adapter_folder import adapter_folder
 from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.open_store import open_store
@@ -94,6 +99,18 @@ def test_an_adapter_loads_with_peft_and_merged_it_scores_as_logged(tmp_path: Pat
     done = verify_run(fleet.store)
     check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
     assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
+
+
+def test_a_sharded_adapter_has_the_folder_of_a_whole_one(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        model = peft.get_peft_model(tiny.llama(), lora())
+        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        whole = adapter_folder(model, trained)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert adapter_folder(model, trained) == whole is not None
+    finally:
+        dist.destroy_process_group()
 
 
 SHAPES = {

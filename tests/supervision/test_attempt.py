@@ -208,6 +208,7 @@ ROWS = [
     (RUNNING, REFUSED_POD, replace(QUEUED, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
     (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(QUEUED, waits_for="its pod is refused")),
     (QUEUED, said(ReplicaState.RUNNING), RUNNING),
+    (replace(QUEUED, waits_for="its pod is refused"), said(ReplicaState.RUNNING), RUNNING, WriteWaiting("")),
     (replace(RUNNING, running_since=None), said(ReplicaState.RUNNING), replace(RUNNING, running_since=NOW)),
     (replace(RUNNING, blind_since=5.0), said(ReplicaState.RUNNING), RUNNING),
     (RUNNING, said(ReplicaState.SUCCEEDED), ended(Outcome.DONE, "succeeded")),

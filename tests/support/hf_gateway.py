@@ -14,14 +14,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from fast_s3 import Server
-from signed_s3 import KEY, SECRET, _Guarded
+from signed_s3 import KEY, SECRET, GuardedServer, _Guarded
 
 NAMESPACE = "lab"
 _DIRECT = ("aws-cli", "botocore", "aws-sdk-rust")  # agents that get bodies from the gateway itself
 
 
-class GatewayServer(Server):
+class GatewayServer(GuardedServer):
     def __init__(self) -> None:
         super().__init__()
         self.RequestHandlerClass = _Gateway

@@ -22,8 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from botocore.credentials import Credentials
-from fast_s3 import Server
-from signed_s3 import SignedS3, _Guarded
+from signed_s3 import GuardedServer, SignedS3, _Guarded
 
 ACCOUNT = "0123456789abcdef0123456789abcdef"
 ENDPOINT = f"http://{ACCOUNT}.r2.cloudflarestorage.com"
@@ -46,7 +45,7 @@ class LoopbackR2(SignedS3):
 @contextmanager
 def running_r2() -> Iterator[LoopbackR2]:
     """A server in a thread of this process."""
-    with Server() as server:
+    with GuardedServer() as server:
         server.RequestHandlerClass = _R2
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

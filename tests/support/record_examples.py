@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Record] = {
         adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
     ),
     "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
+    "link": allreduce_records.MeasuredLink(**STAMP, rank=1, latency_s=0.05, up=62.5e6, down=62.5e6),
     "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""),
     "begin": records.Begin(
         **STAMP,
@@ -158,6 +159,14 @@ EXAMPLES: dict[str, Record] = {
         not_after=1700043200.5,
         lasts_s=43200.0,
         role="arn:aws:iam::123456789012:role/lender",
+    ),
+    "window": attempt_records.Window(
+        **STAMP,
+        epoch=1,
+        replica_id=5,
+        identity="0" * 32,
+        sealed="A" * 100,
+        lasts_s=43200.0,
     ),
     "taken": attempt_records.Taken(**STAMP, by="0123456789abcdef", host="box", pid=7),
     "lease": attempt_records.Lease(**STAMP, counter=9),

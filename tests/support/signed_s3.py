@@ -15,15 +15,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from botocore.auth import S3SigV4Auth
+from botocore.auth import S3SigV4Auth, S3SigV4QueryAuth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from fast_s3 import Server, _Handler
-from s3_server import _signature
 
 KEY, SECRET = "AKIASIGNED", "a/secret+with=signs"
 _CREDENTIALS = Credentials(KEY, SECRET)
 _MOST_SKEW_S = 900.0
+
+
+class GuardedServer(Server):
+    """With the methods and paths of requests that were signed in their URL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_url: set[tuple[str, str]] = set()
+        self.refused_urls: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class SignedS3:
     """A running server, as its user sees it."""
 
     url: str
-    server: Server
+    server: GuardedServer
 
     @contextmanager
     def ahead_by(self, seconds: float) -> Iterator[None]:
@@ -57,7 +65,7 @@ class SignedS3:
 @contextmanager
 def running_signed_s3() -> Iterator[SignedS3]:
     """A server in a thread of this process."""
-    with Server() as server:
+    with GuardedServer() as server:
         server.RequestHandlerClass = _Guarded
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -69,6 +77,8 @@ def running_signed_s3() -> Iterator[SignedS3]:
 
 
 class _Guarded(_Handler):
+    server: GuardedServer
+
     def _serve(self) -> None:
         connection, body = self.rfile, self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if refusal := self._refusal(body):
@@ -89,8 +99,9 @@ class _Guarded(_Handler):
         if bucket == "requester-pays" and self.headers.get("x-amz-request-payer") != "requester":
             return "AccessDenied"
         if "X-Amz-Signature" in query:
-            wanted = _signature(f"http://{self.headers['Host']}{path}", query, _CREDENTIALS)
-            return "" if query["X-Amz-Signature"] == wanted else "SignatureDoesNotMatch"
+            refusal = self._refusal_of_url(path, query)
+            (self.server.refused_urls if refusal else self.server.by_url).add((self.command, path))
+            return refusal
         authorization = self.headers.get("Authorization", "")
         if not authorization:
             reads = bucket == "public" and self.command in ("GET", "HEAD")
@@ -114,6 +125,22 @@ class _Guarded(_Handler):
         signer = S3SigV4Auth(credentials, "s3", region)
         text = signer.string_to_sign(request, signer.canonical_request(request))
         return "" if signer.signature(text, request) == told["Signature"] else "SignatureDoesNotMatch"
+
+    def _refusal_of_url(self, path: str, query: dict[str, str]) -> str:
+        """The error code of S3 for a request whose signature is in its URL, over method, path and the named headers."""
+        told, now = query.pop("X-Amz-Signature"), time.time() + getattr(self.server, "ahead_s", 0.0)
+        sorted_query = "&".join(f"{quote(n, safe='-_.~')}={quote(v, safe='-_.~')}" for n, v in query.items())
+        request = AWSRequest(self.command, f"http://{self.headers['Host']}{path}?{sorted_query}")
+        for name in query["X-Amz-SignedHeaders"].split(";"):
+            request.headers[name] = self.headers.get(name, "")
+        request.context["timestamp"] = query["X-Amz-Date"]
+        signer = S3SigV4QueryAuth(_CREDENTIALS, "s3", query["X-Amz-Credential"].split("/")[2])
+        text = signer.string_to_sign(request, signer.canonical_request(request))
+        if signer.signature(text, request) != told:
+            return "SignatureDoesNotMatch"
+        signed_at = datetime.strptime(query["X-Amz-Date"], "%Y%m%dT%H%M%S%z").timestamp()
+        is_valid = signed_at - _MOST_SKEW_S <= now < signed_at + int(query["X-Amz-Expires"])
+        return "" if is_valid else "AccessDenied"
 
     def _credentials_of(self, key: str, region: str) -> Credentials | None:
         """Those with which a request of this access key must be signed; None for a key or region that is not known."""

@@ -117,7 +117,7 @@ class SimRanks(Ranks):
         super().__init__(owners.rank, owners.ranks, owners.rank, owners=owners)
         self._wire, self._clock = wire, clock
 
-    def await_all(self, what: str) -> None:
+    def await_all(self, what: str, within_s: float = 1800.0) -> None:
         self.everyone(None)
 
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:

@@ -300,13 +300,19 @@ def sharded() -> dict[str, Any]:
     """The settings of a trainer that shards its model over this replica's ranks, on the CPU.
 
     accelerate shards on GPUs only. Told that this CPU is one, it makes the same calls of `fully_shard`, over gloo.
+    Without TRL's bf16, which transformers refuses on a GPU that is none.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
     os.environ["ACCELERATE_USE_CPU"], os.environ["ACCELERATE_TORCH_DEVICE"] = "false", "cpu"
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # type: ignore[method-assign]
-    return {"use_cpu": False, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+    return {
+        "use_cpu": False,
+        "bf16": False,
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+    }
 
 
 class Marked(Rows):

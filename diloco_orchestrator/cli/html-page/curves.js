@@ -26,7 +26,7 @@
     const quiet = style("--quiet"), grid = { stroke: style("--grid"), width: 1 };
     const axis = { stroke: quiet, grid, ticks: grid, font: "12px system-ui, sans-serif" };
     const series = told.lines.map((line) => ({
-      label: line.name, stroke: line.colour, width: 2, value: (u, v) => words(v),
+      label: line.name, stroke: line.colour, width: 2, points: { fill: style("--back") }, value: (u, v) => words(v),
     }));
     if (told.limit !== null) {
       series.push({ label: "threshold", stroke: "#b91c1c", dash: [6, 4], points: { show: false }, value: (u, v) => words(v) });
@@ -35,7 +35,8 @@
     return {
       width, height: 240,
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } },
-      cursor: { sync: { key: told.axis }, drag: { x: true, y: false }, y: false },
+      cursor: { sync: { key: told.axis }, drag: { x: true, y: false }, y: false,
+                points: { fill: (u, i) => series[i - 1].stroke } },
       axes: [
         { ...axis, label: told.axis, labelSize: 18, labelFont: axis.font, size: 34, values: (u, vs) => vs.map(words),
           ...(told.whole ? { incrs: steps } : {}) },

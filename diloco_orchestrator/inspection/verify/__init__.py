@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.inspection.verify.findings import Disagreement, Verification
-from diloco_orchestrator.inspection.verify.loading import TOLERANCE, check_loading
+from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Disagreement, Verification
 from diloco_orchestrator.inspection.witness import heads_seen
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
-__all__ = ["Disagreement", "Verification", "check_loading", "verify", "verify_run"]
+__all__ = ["Disagreement", "Verification", "verify", "verify_run"]
 
 
 def verify(
@@ -31,6 +30,7 @@ def verify(
     """Derive the run in `url` again, oldest object first, up to the first that disagrees.
 
     Checks hash chain, guard, averages, outer steps and snapshots. A disagreement is part of the result, not an error.
+    Without torch it compares records and digests alone; `not_derived` then names the rest, and the run does not agree.
 
     Args:
         storage_options: credentials and endpoint in s3fs spelling.
@@ -51,6 +51,8 @@ def verify(
     Raises `NoSuchRun`, `RecordTooNew`, `StoreError` if the bucket cannot be read, and `ConfigError` for a scorer where
     nothing was scored, or for other items.
     """
+    if load or build or score:
+        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     place = None if witness is None else open_store(absolute_url(witness), storage_options, must_exist=True)
     noted = () if place is None else heads_seen(place, witnessed_by)

@@ -3,16 +3,14 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog
-from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
-from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.arithmetic import denormals_kept
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, UnreadBase
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -24,6 +22,10 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import Manifests, is_line
 from diloco_orchestrator.snapshots.saved_state import pieces_of
 from diloco_orchestrator.store.base import ObjectInfo
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.verify.tensors import Tensors
+    from diloco_orchestrator.outer.base import Base
 
 
 class SegmentChecker:
@@ -99,9 +101,15 @@ class SegmentChecker:
 
 
 class BaseDeriver:
-    """Recomputes bases from contributions, one round after another. Every payload byte is fetched once."""
+    """Recomputes bases from contributions, one round after another. Every payload byte is fetched once.
 
-    def __init__(self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification) -> None:
+    `tensors`: None where torch is not installed. Then objects are checked, and no base is recomputed.
+    """
+
+    def __init__(
+        self, log: RunLog, start: Start, snapshots: SnapshotChecker, done: Verification, tensors: "Tensors | None"
+    ) -> None:
+        self._tensors = tensors
         self._store = log.store
         self._log = log
         self._start = start
@@ -198,7 +206,7 @@ class BaseDeriver:
                 for take in range(2, keys.MAX_TAKES + 1)
             ]
             data = self._checked(key, manifest.round, shard, later)
-            if data is not None:
+            if data is not None and self._tensors is not None:
                 self._shards.put((key, shard.digest), data)
 
     def _check_residual(self, manifest: Contribution) -> None:
@@ -264,32 +272,23 @@ class BaseDeriver:
 
     # -- the outer step ------------------------------------------------------------------------------------------
 
-    def stepped(self, key: str, commit: Commit, base: Base | None, named: Sequence[Contribution]) -> Base | None:
+    def stepped(
+        self, key: str, commit: Commit, base: "Base | UnreadBase | None", named: Sequence[Contribution]
+    ) -> "Base | None":
         """The base after an applied commit, or None if it cannot be known. `base`, the one before, is stepped in place.
 
-        None if `base` is None or payloads were deleted. `named`: the manifests that the commit averages. Raises
-        `Differs` if they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine lacks
-        room.
+        None if `base` is None or unread, or payloads were deleted. `named`: the manifests that the commit averages.
+        Raises `Differs` if they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine
+        lacks room.
         """
         self._check_origins(key, commit)
-        if base is None:
+        if base is None or isinstance(base, UnreadBase) or self._tensors is None:
             return None
         weights = {answer.replica_id: answer.weight for answer in commit.answers}
         pairs = [(manifest, weights[manifest.replica_id]) for manifest in named]
         try:
-            config = self._log.configs.of(commit.leg)
-            with denormals_kept():
-                outer_step.average_and_step(
-                    base,
-                    commit.fragment,
-                    pairs,
-                    self._shard,
-                    config.outer,
-                    aggregate=config.aggregate,
-                    codec=commit.average_codec,
-                    adapters=self._start.adapters,
-                )
-                return base
+            self._tensors.step(base, commit, pairs, self._shard, self._start)
+            return base
         except PayloadGone:
             return None
         except SpoolFailed:

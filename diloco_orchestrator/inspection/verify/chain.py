@@ -7,7 +7,8 @@ Objects that retention deleted are listed as unchecked. The modules beside this 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
@@ -24,8 +25,7 @@ from diloco_orchestrator.inspection.verify.findings import (
 )
 from diloco_orchestrator.inspection.verify.guard import check_claims, check_conclusion
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
-from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker
-from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, UnreadBase
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
@@ -36,6 +36,10 @@ from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.store.base import Store
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.verify.tensors import Tensors
+    from diloco_orchestrator.outer.base import Base
 
 
 def verify_run(
@@ -91,9 +95,25 @@ class _Derived:
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
-    base: Base | None  # None while it cannot be computed because payloads were deleted
+    base: "Base | UnreadBase | None"  # None while it cannot be computed because payloads were deleted
     guard: Mapping[str, Any] | None  # the guard's state
     last: Commit | None = None  # of the leg
+
+
+def _tensors(log: RunLog, done: Verification) -> "Tensors | None":
+    """The part of a verification that computes with tensors; None without torch, which is then in `done.not_derived`.
+
+    It is imported here, because all other parts work without torch.
+    """
+    try:
+        module = import_module("diloco_orchestrator.inspection.verify.tensors")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        done.not_derived = "averages, outer steps, bases, and the tensors of snapshots: needs torch"
+        return None
+    found: Tensors = module.Tensors(log, done)
+    return found
 
 
 def _as_checked(entry: CommitEntry) -> Commit:
@@ -115,7 +135,8 @@ class _Verifier:
         self._config = log.run.config
         self._done = done
         self._on_round = on_round
-        self._snapshots = SnapshotChecker(log, done)
+        self._tensors = _tensors(log, done)
+        self._snapshots = SnapshotChecker(log, done, self._tensors)
         self._commits: Iterator[CommitEntry] = iter(())  # of all legs
         self._next: CommitEntry | None = None  # the commit that is checked next
         # By round, for rounds whose base has a snapshot or starts a leg:
@@ -141,7 +162,7 @@ class _Verifier:
         self._start = start.record
         equal(keys.START, "run_sha256", self._start.run_sha256, self._log.run_sha256, f"the digest of {keys.RUN}")
         check_probe(self._log.store, self._start)
-        self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done)
+        self._bases = BaseDeriver(self._log, self._start, self._snapshots, self._done, self._tensors)
         self._digests[0], self._outer_steps[0], self._guards[0] = self._start.base_digest, 0, None
         legs = range(1, max(1, self._log.newest_leg()) + 1)
         self._needed = {*self._snapshots.rounds, *self._bases_of(legs)}
@@ -166,7 +187,7 @@ class _Verifier:
         take_stock(self._store, self._bases.named, self._done)
         if (stray := next(filter(self._is_in_a_snapshot, self._done.foreign), None)) is not None:
             raise Differs(stray, "is no file of its snapshot: who loads the folder as it is gets it too")
-        if self._underived:
+        if self._underived and self._tensors is not None:
             first, final = self._underived[0], self._underived[-1]
             span = f"{first}" + (f" to {final}" if final > first else "")
             self._done.unchecked.append(
@@ -235,7 +256,7 @@ class _Verifier:
             equal(key, "base_digest", begin.base_digest, digest, "the log")
         derived = _Derived(
             position=self._log.leg_position(begin),
-            digest=digest,
+            digest=None if self._tensors is None else digest,  # claims are compared with what was computed
             base=self._snapshots.base(begin.from_round, digest, self._start),
             guard=begin.guard,
         )

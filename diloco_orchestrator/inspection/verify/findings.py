@@ -12,6 +12,7 @@ from diloco_orchestrator.protocol.records import Begin, Commit, Run, Start
 from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
+TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
 _OF_THE_LOG = (Run, Start, Begin, Commit)
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
@@ -33,6 +34,7 @@ class Verification:
     checked: Counter[str] = field(default_factory=Counter)  # how many objects, or bytes, of each kind
     unchecked: list[str] = field(default_factory=list)  # sentences
     notes: list[str] = field(default_factory=list)  # claims that differ, and whatever else the rules have dealt with
+    not_derived: str = ""  # which parts need torch, where it is not installed; empty if it is
     disagreement: Disagreement | None = None
     pinned: Counter[str] = field(default_factory=Counter)  # objects that the hash chain pins, by kind
     unpinned: Counter[str] = field(default_factory=Counter)  # those that it does not, by kind
@@ -49,7 +51,8 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        return self.disagreement is None
+        """Whether nothing disagrees and nothing was left out for want of torch."""
+        return self.disagreement is None and not self.not_derived
 
     def to_json(self) -> dict[str, Any]:
         found = self.disagreement
@@ -57,6 +60,7 @@ class Verification:
             "url": self.url,
             "agrees": self.agrees,
             "checked": dict(self.checked),
+            "not_derived": self.not_derived,
             "unchecked": self.unchecked,
             "notes": self.notes,
             "pinned": dict(self.pinned),

@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
-from diloco_orchestrator.snapshots.first_snapshot import why_no_file
+from diloco_orchestrator.snapshots.file_plan import why_no_file
 from diloco_orchestrator.store.base import Store
 
 _NAMED = 20  # foreign or missing objects that are listed one by one
@@ -49,7 +49,9 @@ _WHY_NOT: Mapping[str, str] = {
     "replays": "of an earlier version; nobody reads them",
     "keys": "certificates and rotations, which the run's key has signed",
     "retention": "what somebody asked to delete, beyond the run's own settings",
+    "snapshot files": "compared with their record alone; whether they hold the base needs torch",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
+    "trials of the store": "written before anything rests on it, and left where they may not be deleted",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
 }
 _ATTEMPT_KINDS = {
@@ -111,7 +113,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         strangers = _strangers(names, named.snapshot_files.get(folder), named.start)
         done.foreign += sorted(f"{folder}{name}" for name in strangers)
         if keys.SNAPSHOT_RECORD in names:
-            done.pinned["snapshot files"] += len(names - strangers) - 1
+            (done.unpinned if done.not_derived else done.pinned)["snapshot files"] += len(names - strangers) - 1
             done.unpinned["snapshot records"] += 1
         else:
             done.unpinned["unfinished snapshots"] += len(names - strangers)
@@ -158,10 +160,12 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "run, start and commits", True
     if keys.is_start(key):
         return "other starts", False
-    if keys.began.parse(key) or keys.follows.parse(key):
+    if keys.began.parse(key) or keys.follows.parse(key) or key == keys.LINK:
         return "what replicas began with", False
     if keys.rotation.parse(key) or keys.colleague.parse(key):
         return "keys", False
+    if key.startswith((keys.PROBE, keys.DOCTOR)):
+        return "trials of the store", False
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
         return "drift reference", True
     if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
@@ -196,7 +200,7 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return "retention", False
     if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
         return "joined machines", False
-    if keys.invitation.parse(key) or keys.revocation.parse(key) or keys.grant.parse(key):
+    if keys.parse_invited(key) is not None:
         return "invitations", False
     if keys.parse_segment(key) is not None:
         return "segments of the log", True

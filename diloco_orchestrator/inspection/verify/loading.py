@@ -17,7 +17,7 @@ import torch
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.pull import write_files
-from diloco_orchestrator.inspection.verify.findings import Differs, Verification
+from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -32,7 +32,6 @@ from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
 _AUTO_CLASSES = {
     "CAUSAL_LM": "AutoPeftModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",

@@ -2,40 +2,49 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-import torch
-
+from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
-from diloco_orchestrator.outer.adapter_products import merged
-from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
-from diloco_orchestrator.protocol.records import Snapshot, Start
+from diloco_orchestrator.protocol.records import Shard, Snapshot, Start
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, first_take
-from diloco_orchestrator.snapshots.file_plan import Naming, is_side_file
-from diloco_orchestrator.snapshots.first_snapshot import first_snapshot, why_no_file
-from diloco_orchestrator.snapshots.model_tensors import same_bytes
-from diloco_orchestrator.snapshots.stored import RestOfSnapshot, StoredSnapshot
+from diloco_orchestrator.snapshots.file_plan import is_side_file, why_no_file
+
+if TYPE_CHECKING:
+    from diloco_orchestrator.inspection.verify.tensors import Tensors
+    from diloco_orchestrator.outer.base import Base
+
+
+class UnreadBase:
+    """The base of a snapshot whose files have the digests in its record, where no tensor can be read without torch."""
+
+    def digest(self) -> None:
+        return None
 
 
 class SnapshotChecker:
-    """Checks the snapshots of a run that were complete when its verification began, and loads bases from them."""
+    """Checks the snapshots of a run that were complete when its verification began, and loads bases from them.
 
-    def __init__(self, log: RunLog, done: Verification) -> None:
+    `tensors`: None where torch is not installed. Then only the files' digests are compared with the records.
+    """
+
+    def __init__(self, log: RunLog, done: Verification, tensors: "Tensors | None") -> None:
         self._log = log
         self._done = done
+        self._tensors = tensors
         self._takes = log.snapshot_takes()
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
         self.named: dict[str, set[str]] = {}  # by the folder of a version: files in its record, and the record
-        self._rest: RestOfSnapshot | None = None  # once it was needed
+        self._unread: dict[int, UnreadBase | None] = {}  # by round, of snapshots whose files were compared
 
-    def base(self, round_: int, digest: str | None, start: Start) -> Base | None:
+    def base(self, round_: int, digest: str | None, start: Start) -> "Base | UnreadBase | None":
         """The base of a round's snapshot after checking every file; None if the round has no usable snapshot.
 
         `digest`: of the recomputed base after that round; None if it could not be recomputed, and a confirmed version
@@ -44,6 +53,10 @@ class SnapshotChecker:
         """
         if round_ not in self._takes:
             return None
+        if self._tensors is None:
+            if round_ not in self._unread:
+                self._unread[round_] = self._compared(round_, start)
+            return self._unread[round_]
         others: list[str] = []
         for take in self._takes[round_]:
             key = keys.snapshot(round_, "", take)
@@ -76,6 +89,36 @@ class SnapshotChecker:
             self._done.notes += others
         return None
 
+    def _compared(self, round_: int, start: Start) -> UnreadBase | None:
+        """The base, not read, of a round's snapshot after comparing its files with its record; None if none is usable.
+
+        Raises `Differs` if a confirmed version has a file with another digest; of other versions that is noted.
+        """
+        found = None
+        for take in self._takes[round_]:
+            if (not round_ and take != first_take(self._log)) or self._claimed(round_, take) is None:
+                continue
+            try:
+                record = self._log.snapshot(round_, take)
+                self._check_names(keys.snapshot(round_, "", take), record, start)
+                for name, info in sorted(record.files.items()):
+                    self._compare(keys.snapshot(round_, name, take), Shard(digest=info.digest, size=info.size))
+            except Differs as differs:
+                if take in self._confirmed.takes_of(round_) and not self._deleted_meanwhile(round_, take):
+                    raise
+                self._done.notes.append(f"{differs.found.key} {differs}; the log does not confirm that snapshot")
+                continue
+            self._done.checked["files of snapshots"] += len(record.files)
+            self._checked.add(round_)
+            found = UnreadBase()
+        return found
+
+    def _compare(self, key: str, named: Shard) -> None:
+        try:
+            fetch_shard(self._log.store, key, named)
+        except DilocoError as error:
+            raise Differs(key, str(error)) from None
+
     def _claimed(self, round_: int, take: str) -> str | None:
         """The base digest in the record of a snapshot version; None if it was deleted since the verification began."""
         key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
@@ -84,14 +127,13 @@ class SnapshotChecker:
         except ObjectMissing:
             return None
 
-    def _load(self, round_: int, take: str, start: Start) -> Base | None:
+    def _load(self, round_: int, take: str, start: Start) -> "Base | None":
+        assert self._tensors is not None, "the caller compares files alone without it"
         key = keys.snapshot(round_, "", take)
         try:
             record = self._log.snapshot(round_, take)
             self._check_names(key, record, start)
-            snapshot = StoredSnapshot(self._log.store, round_, record, take)
-            base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
-            self._check_model_files(snapshot, base, start)
+            return self._tensors.base(round_, take, record, start)
         except (Differs, SpoolFailed):  # the latter: this machine lacks room, which is no fault of the run
             raise
         except DilocoError as error:
@@ -100,7 +142,6 @@ class SnapshotChecker:
             raise Differs(key, str(error)) from None
         except Exception as error:  # whatever safetensors raises for a broken file
             raise Differs(key, f"does not load: {error}") from None
-        return base
 
     def _check_names(self, key: str, record: Snapshot, start: Start) -> None:
         """Raise `Differs` if a snapshot's record names foreign files, or has other digests of the first files."""
@@ -111,48 +152,6 @@ class SnapshotChecker:
             if start.first_files is not None and (is_side_file(name) or not record.round):
                 first = start.first_files.get(name, info)  # of snapshot 0 the outer files follow from the base
                 equal(f"{key}{name}", "its digest", info.digest, first.digest, keys.START)
-
-    def _check_model_files(self, snapshot: StoredSnapshot, base: Base, start: Start) -> None:
-        """Raise `Differs` unless the model's files hold the base, its buffers, and snapshot 0's frozen tensors."""
-        rest, naming = self._first_values(start), Naming.of(start)
-        try:
-            changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
-        except DilocoError as error:
-            self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
-            return
-        changed = {naming.in_file(name): value for name, value in changed.items()}
-        residuals = {pair.residual for pair in start.adapters}
-        adapted = {pair.weight: pair for pair in start.adapters}
-        trained = {naming.in_file(each.name): each for each in start.parameters if each.name not in residuals}
-        untrained = {*(rest.specs() if rest else ()), *(changed if not naming.is_adapter else ())}
-        found: set[str] = set()
-        for file in snapshot.model_file_names(naming):
-            key = keys.snapshot(snapshot.round, file, snapshot.take)
-            for name in snapshot.specs(file):
-                found.add(name)
-                if name in trained:
-                    dtype: torch.dtype = getattr(torch, trained[name].dtype)
-                    expected, source = base.parameters[trained[name].name].to(dtype), "the base"
-                elif name in changed:
-                    expected, source = changed[name], "the buffers of the replica that its round's commit says"
-                elif rest and (pair := adapted.get(name)) is not None:
-                    residual, source = base.parameters[pair.residual], "snapshot 0 and the base's residual"
-                    expected = merged(rest.read(name), residual, pair.scaling)
-                elif rest and name in untrained:
-                    expected, source = rest.read(name), "snapshot 0"
-                else:
-                    raise Differs(key, f"holds a tensor {name!r} that the run's model does not have")
-                if not same_bytes(snapshot.tensor(file, name), expected):
-                    raise Differs(key, f"holds other values of {name!r} than {source}")
-        for name in sorted({*trained, *untrained} - found):
-            raise Differs(keys.snapshot(snapshot.round, "", snapshot.take), f"does not hold the model's {name!r}")
-
-    def _first_values(self, start: Start) -> RestOfSnapshot | None:
-        """The untrained tensors of snapshot 0; None, without a request, if the model has none."""
-        if self._rest is None and (start.frozen is not None or start.buffers is not None):
-            first = first_snapshot(self._log)
-            self._rest = RestOfSnapshot(first, Naming.of(start), [each.name for each in start.parameters])
-        return self._rest
 
     def check_all(self, digests: Mapping[int, str | None], start: Start) -> None:
         """Check every snapshot of the run that `base` has not read yet.
@@ -181,10 +180,12 @@ class SnapshotChecker:
 
     def salvage(self, start: Start) -> None:
         """After a disagreement, add the rounds of all loadable snapshots to the result, confirmed or not."""
+        if self._tensors is None:
+            return
         for round_, takes in self._takes.items():
             for take in takes:
                 with suppress(Exception):  # a broken snapshot is not listed
-                    StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(start)
+                    self._tensors.check_loads(round_, take, start)
                     self._done.bases.add(round_)
 
     def _deleted_meanwhile(self, round_: int, take: str) -> bool:
