@@ -13,8 +13,8 @@ from diloco_orchestrator.protocol.records import Commit
 EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _SHORTEST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 15.0
-# Between two listings: what a round of any length loses at its end. A second of a machine at $1 an hour costs as much as
-# 55 of them.
+# Between two listings: what a round of any length loses at its end. A second of a machine at $1 an hour costs as much
+# as 55 of them.
 _LONGEST_LISTING_S = 3.0
 
 
