@@ -8,9 +8,7 @@ matter. `supervision` enforces cost limits.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import accumulate, pairwise, takewhile
-from operator import gt
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -312,10 +310,16 @@ def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
     listings = polls = 0.0
     for _ in range(_DRAWS):
         times = [rng.gauss(0.0, deviation_s) for _ in range(config.replicas)]
-        for wait_s in (max(times) - each for each in times):
-            polls += wait_s // pace.waits_long_s(round_s)
-            # Pause k ends with listing k + 1.
-            listings += 1 + sum(1 for _ in takewhile(partial(gt, wait_s), accumulate(pauses.pauses(), initial=0.0)))
+        last = max(times)
+        for now in times:
+            polls += (last - now) // pace.waits_long_s(round_s)
+            listings += 1
+            for pause_s in pauses.pauses():
+                if now >= last:
+                    break
+                # Others are expected at their usual time, 0.
+                now += max(pause_s, min(-now, pace.EXPECTED_S))
+                listings += 1
     return listings / _DRAWS, polls / _DRAWS
 
 

@@ -10,8 +10,12 @@ from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.records import Commit
 
+EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _SHORTEST_WAIT_S = 0.02
-_LONGEST_WAIT_S = 15.0  # what a round of any length may lose at its end: 1 % of half an hour
+_LONGEST_WAIT_S = 15.0
+# Between two listings: what a round of any length loses at its end. A second of a machine at $1 an hour costs as much
+# as 55 of them.
+_LONGEST_LISTING_S = 3.0
 
 
 def heartbeat_s(config: RunConfig, round_s: float) -> float:
@@ -35,7 +39,7 @@ def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
-    """The longest pause, in seconds, between two polls of a replica that waits for others' responses.
+    """Seconds after which a replica that waits for others, or trains on while they may end the round, has looked again.
 
     A fiftieth of a round of `round_s` seconds, at most `_LONGEST_WAIT_S`; at least `timing.poll_s`.
     """
@@ -45,10 +49,11 @@ def longest_wait_s(config: RunConfig, round_s: float) -> float:
 def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
     """The growing pauses between two polls of a replica that waits for others' responses.
 
-    `round_s`: usual length of a round. `spread_s`: median deviation of a replica's train times, the first pause unless
-    a five-hundredth of `round_s` is longer.
+    They end at `longest_wait_s`, in long rounds at `_LONGEST_LISTING_S`. `round_s`: usual length of a round.
+    `spread_s`: median deviation of a replica's train times, the first pause unless a five-hundredth of `round_s` is
+    longer.
     """
-    longest_s = longest_wait_s(config, round_s)
+    longest_s = min(longest_wait_s(config, round_s), max(config.timing.poll_s, _LONGEST_LISTING_S))
     return Backoff(min(max(_SHORTEST_WAIT_S, spread_s, round_s / 500), longest_s), longest_s, factor=1.5)
 
 

@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 _POLL_FROM = 0.9  # of the deadline; other replicas may have opened the round a little earlier
 _OUTAGE_S = 30.0  # a poll that takes longer counts as an outage of the store
-_EXPECTED_S = 10.0  # the longest pause for those who are still expected: the leg may be stopped meanwhile
 _ROUNDS_READ = 3  # rounds that a restarted attempt reads to learn how long a round takes
 
 
@@ -133,14 +132,14 @@ class RoundTiming:
         return pace.waits_long_s(self.usual_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next of the missing replicas usually responds, at most `_EXPECTED_S`; 0 if all are late."""
+        """Seconds until the next missing replica usually responds, at most `pace.EXPECTED_S`; 0 if all are late."""
         deadline, typical, now_s = self.deadline(), self._times.typical_s, self.train_s
         if deadline is None:
             return 0.0
         known = [typical[replica_id] for replica_id in missing if replica_id in typical]
         # Who cannot finish by the deadline publishes a part at about the median.
         arrivals = (each if each <= deadline.deadline_s else deadline.median_s for each in known)
-        return min((min(each - now_s, _EXPECTED_S) for each in arrivals if each > now_s), default=0.0)
+        return min((min(each - now_s, pace.EXPECTED_S) for each in arrivals if each > now_s), default=0.0)
 
     def poll_due(self) -> bool:
         """Whether to spend a request now to check for the open round's commit. True counts as that poll.

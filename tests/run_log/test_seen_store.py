@@ -1,6 +1,7 @@
 """A run as its supervisor and its display have seen it: who asks again costs a request only after a pause."""
 
 import random
+from itertools import islice
 
 import pytest
 from protocol_fleet import Fleet, play
@@ -114,6 +115,9 @@ def test_every_pause_follows_the_round_within_its_bounds(round_s):
     assert config.timing.heartbeat_s <= beats <= read and beats <= hung_s / 2.5 and read <= hung_s / 1.5
     assert beats % config.timing.heartbeat_s == 0  # heartbeats are due only when their writer is called
     assert config.timing.poll_s <= pace.longest_wait_s(config, round_s) <= 15.0
+    listings = list(islice(pace.waiting(config, round_s, 0.02 * round_s).pauses(), 40))
+    assert listings == sorted(listings)
+    assert listings[-1] == pytest.approx(min(pace.longest_wait_s(config, round_s), 3.0))
     for open_s in (0.0, 0.5 * round_s, round_s, 10 * round_s):
         assert 1.0 <= pace.commits_read_s(round_s, open_s) <= 600.0
     assert pace.commits_read_s(round_s, round_s) <= max(1.0, round_s / 8)  # once it may be over, an eighth of it
