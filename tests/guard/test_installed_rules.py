@@ -93,11 +93,12 @@ def test_where_the_rule_is_not_installed_a_run_can_be_read_and_not_verified(exam
     fallen_run(tmp_path / "run")
     done = read_and_verified(tmp_path / "run")
     assert done.stdout.split() == ["halted"], done.stderr
-    (last,) = done.stderr.splitlines()[-1:]
+    last, section = done.stderr.splitlines()[-2:]
     assert (
         "RecordTooNew: the guard before round 1 needs the guard rule 'drop-v1', which is not installed here. `pip"
         in last
     )
+    assert section.endswith("#recordtoonew")
 
 
 def test_a_package_that_judges_otherwise_under_the_same_name_disagrees(example: None, tmp_path: Path):
