@@ -69,13 +69,9 @@ def join(
     link's; "-" reads the link from standard input, where no list of processes shows it.
     """
     from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.errors import StoreUnavailable
-    from diloco_orchestrator.join.grants import Lent, LentCredentials
     from diloco_orchestrator.join.link import BEGINNING, Link
     from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
-    from diloco_orchestrator.join.windows import LentRequests
     from diloco_orchestrator.protocol.record_format import Stamp
-    from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import open_store
     from diloco_orchestrator.store.retrying import RetryPolicy
 
@@ -97,22 +93,7 @@ def join(
     else:
         if trust_bucket or signed_by or replica is not None:
             raise click.UsageError("a link names the replica and the key: leave out the other options about them.")
-        if link.credentials is not None or link.requests:
-            command = click.get_current_context()
-            folder = Path(command.with_resource(TemporaryDirectory(prefix="diloco-link-")))
-            if link.credentials is None:
-                lent = LentRequests(link, folder)
-            else:
-                lent = LentCredentials(link, link.credentials, folder, clock)
-            command.with_resource(lent.in_this_process())
-        with _explained(link, lent):
-            while lent is not None:  # the newest access, before what it opens is opened
-                try:
-                    lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
-                    break
-                except StoreUnavailable as error:
-                    echo(str(error), err=True)
-                    clock.sleep(every_s)
+        lent = _lent_by(link, clock, patience, every_s)
         store = open_store(link.url, link.storage_options(), clock=clock, retry=patience)
         settings, why_not = of_link(link, settings), only_code_of(link, store)
     machine = Machine(
@@ -159,6 +140,38 @@ def _folder_of_run(url: str, clock: "Clock", patience: "RetryPolicy", hours: flo
                 echo(f"{error} Waiting for it.", err=True)
             said = True
             clock.sleep(every_s)
+
+
+def _lent_by(link: "Link", clock: "Clock", patience: "RetryPolicy", every_s: float) -> "Lent | None":
+    """The newest access to the store that was lent to this machine, in use until the command ends.
+
+    None if the link lends none, so that this machine's own account counts. A store that cannot be reached is asked
+    again every `every_s` seconds. Raises `ConfigError` if the store refuses what was lent.
+    """
+    from diloco_orchestrator.errors import StoreUnavailable
+    from diloco_orchestrator.join.grants import Lent, LentCredentials
+    from diloco_orchestrator.join.windows import LentRequests
+    from diloco_orchestrator.run_log.run_store import of_run
+    from diloco_orchestrator.store.open_store import open_store
+
+    if link.credentials is None and not link.requests:
+        return None
+    command = click.get_current_context()
+    folder = Path(command.with_resource(TemporaryDirectory(prefix="diloco-link-")))
+    lent: Lent
+    if link.credentials is None:
+        lent = LentRequests(link, folder)
+    else:
+        lent = LentCredentials(link, link.credentials, folder, clock)
+    command.with_resource(lent.in_this_process())
+    with _explained(link, lent):
+        while True:  # before what it opens is opened
+            try:
+                lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
+                return lent
+            except StoreUnavailable as error:
+                echo(str(error), err=True)
+                clock.sleep(every_s)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Debt:
         self._free()
 
     def _settle(self, manifest: Contribution, commit: Commit, is_right: Callable[[Contribution], bool]) -> bool:
-        """Update the debt by a commit as `settle` does, but free no memory.
+        """Update the debt by what a commit did with this replica's contribution, without freeing memory.
 
         Returns False for an abstention or work from a wrong base.
         """
