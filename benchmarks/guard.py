@@ -5,7 +5,7 @@
 
 Rules are judged by twins on arrays (`guard_rules`), which are first compared with the product's own folds, run by run.
 False halts are per 1000 rounds lived, with 95 % Poisson intervals; delays are means over runs that were alive when the
-fault began. "now" is the rule of the version before, "sequential-v1", on the same runs.
+fault began. "before" is the rule of the version before, "sequential-v3", on the same runs.
 """
 
 import argparse
@@ -37,7 +37,6 @@ from guard_curves import (
     gap,
     restarts,
 )
-from guard_rules_v1 import sequential_v1
 from guard_trajectories import (
     BOTH_MOVE,
     CHANGE,
@@ -61,6 +60,7 @@ from measuring import ROOT, Results, Sample, markdown, pick, publish
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import RoundReports, SequentialGuard, fold, items_needed
+from diloco_orchestrator.guard.sequential_v3 import SequentialV3
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
 
 Rng = np.random.Generator
@@ -79,7 +79,7 @@ SIZES = (8, 15, 30, 60)  # rounds of delay that `items_needed` is asked for
 DROP, ITEM_SD = 0.05, 0.5
 _AT_ONCE = 4000  # runs
 _MOVED = 8  # cells before those of "score" that are in `guard_public` now: the others keep their streams
-RULES = ("SequentialGuard", "now", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
+RULES = ("SequentialGuard", "before", "patience 3", "patience 6")  # the last two: `HeldOutGuard`
 _DOCUMENT, _PICTURES = ROOT / "docs" / "inside" / "kill-switch-figures.md", ROOT / "docs" / "inside" / "kill-switch"
 
 
@@ -208,7 +208,7 @@ def _fleet(rng: Rng, fleet: Fleet, fault: str, runs: int) -> Runs:
 
 
 def measure_cells(numbers: Sequence[int], seed: int, runs: int) -> list[Sample]:
-    """A sample of each of these cells for each rule. The rule "now" is judged on a third of the runs.
+    """A sample of each of these cells for each rule. The rule before is judged on a third of the runs.
 
     Each cell draws from its own stream, so that its runs do not depend on the other cells.
     """
@@ -227,11 +227,7 @@ def measure_cells(numbers: Sequence[int], seed: int, runs: int) -> list[Sample]:
             _together(made, lambda m: guard_rules.sequential(*_series(m), _guard(m), known=known)),
             made,
         )
-    if not group.startswith("held"):
-        judged["now"] = (
-            _together(few, lambda m: sequential_v1(m.heldout, _trained(m), m.weight, m.gains)),
-            few,
-        )
+    judged["before"] = (_together(few, lambda m: guard_rules.sequential(*_series(m), _guard(m, SequentialV3))), few)
     found: list[Sample] = []
     for rule, (halts, of) in judged.items():
         for cell, each, one in zip(cut, of, halts, strict=True):
@@ -256,10 +252,6 @@ def _sample(cell: Cell, rule: str, halts: _Halts, made: Runs) -> Sample:
 
 def _series(made: Runs) -> tuple[guard_rules.Array, Any, Any, Any]:
     return made.heldout, made.in_loop, made.weight, made.gains
-
-
-def _trained(made: Runs) -> guard_rules.Array:
-    return made.in_loop if made.in_loop is not None else 0 * made.heldout
 
 
 def _together(made: Sequence[Runs], rule: Callable[[Runs], _Halts]) -> list[_Halts]:
@@ -290,8 +282,8 @@ def batches(seed: int, runs: int, only: Sequence[str] | None = None) -> list[lis
     return [batch for groups in found.values() for batch in groups]
 
 
-def _guard(made: Runs) -> SequentialGuard:
-    return SequentialGuard(gap_sigmas=5.0 if made.metric == "reward" else None)
+def _guard(made: Runs, rule: type[SequentialGuard] = SequentialGuard) -> SequentialGuard:
+    return rule(gap_sigmas=5.0 if made.metric == "reward" else None)
 
 
 def _first(made: Runs, runs: int) -> Runs:
@@ -609,7 +601,7 @@ def _callbacks(samples: Sequence[Sample]) -> str:
             late = [
                 pick(samples, group="fault", case=c, phi=phi, sd=sd, rule=rule)[0] for c in (*BOTH_MOVE, "divergence")
             ]
-            name = {"now": "the rule before", "patience 3": "HeldOutGuard", "patience 6": "HeldOutGuard, patience 6"}
+            name = {"before": "the rule before", "patience 3": "HeldOutGuard", "patience 6": "HeldOutGuard, patience 6"}
             rows.append(
                 [
                     noise_words(phi, sd),

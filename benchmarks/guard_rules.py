@@ -5,6 +5,8 @@ product.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 from guard_trajectories import Array
@@ -16,6 +18,8 @@ from diloco_orchestrator.guard import (
     SequentialGuard,
 )
 from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers, step_down
+from diloco_orchestrator.guard.channels.metrics import MetricChannels
+from diloco_orchestrator.guard.sequential_v3 import BestOfAll, SteadyNoise
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "step down", "fall", "gap", "early collapse", "new low")
@@ -86,12 +90,24 @@ class _Groups:
         return found
 
 
-def collapsed(held: Array, trained: Array) -> NDArray[np.bool_]:
+def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray[np.bool_]:
     """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
+    found = np.zeros(held.shape[1], bool)
+    if len(held) <= early.GAINED[0]:
+        return found
+    gained, since = trained[1] - trained[0], np.maximum(trained[-1] - trained[1], 0.0)
+    foot = (gained > since) & rule.LEAVES_OUT_FOOT
+    for first, runs in enumerate((np.flatnonzero(~foot), np.flatnonzero(foot))):
+        found[runs] = _collapsed(held[first:, runs], trained[first:, runs], 1 + first)
+    return found
+
+
+def _collapsed(held: Array, trained: Array, fewest: int) -> NDArray[np.bool_]:
+    """Where scores collapsed after `fewest` rounds or more."""
     c, (rounds, runs) = early, held.shape
     one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
     for between in range(c.BETWEEN + 1):
-        for end in range(1, rounds - between - c.GAINED[0] + 1):
+        for end in range(fewest, rounds - between - c.GAINED[0] + 1):
             since, lasted = end + between, rounds - end - between
             distance = one.distance(end, since)
             if not (distance > 0).any():
@@ -141,8 +157,8 @@ class NewLow:
 class _Noise:
     """Twin of `guard.channels.noise.Noise`."""
 
-    def __init__(self, runs: int, known: float | None = None) -> None:
-        self.known = known
+    def __init__(self, runs: int, rule: noise.Noise, known: float | None = None) -> None:
+        self.known, self.rule = known, rule
         self.last: list[Array] = []
         self.count = 0
         zero = np.zeros(runs)
@@ -151,6 +167,7 @@ class _Noise:
         self.first, self.largest = zero, np.zeros((noise._dropped(noise._MEMORY), runs))
         weight, prior = noise._PRIOR
         self.windows = [np.full(runs, weight * prior), np.full(runs, weight)]
+        self.present = zero
 
     def add(self, value: Array) -> None:
         change = np.abs(value - self.last[-1]) if self.last else np.zeros_like(value)
@@ -164,6 +181,11 @@ class _Noise:
         self.last, self.count = [*self.last, value][-noise.KEPT :], self.count + 1
         if self.count >= noise.FIRST_LINE:
             self._learn_correlation(np.array(self.last[-noise.LINE :]))
+        number, times = self.rule.BURST
+        self.present = self.bend
+        if self.count >= number + 2 and not isinstance(self.rule, SteadyNoise):
+            bends = np.abs(np.diff(np.array(self.last[-number - 2 :]), 2, axis=0))
+            self.present = np.maximum(self.bend, np.median(bends, axis=0) / noise._MEDIAN / times)
 
     def _learn_size(self, bend: Array, where: NDArray[np.bool_]) -> None:
         settled = (self.bends >= noise._SETTLED) & (self.bend > 0)
@@ -207,27 +229,32 @@ class _Noise:
         past = [noise._PAST * each for each in self.windows]
         self.windows = [past[0] + np.where(known, rho, 0.0), past[1] + known]
 
-    def sigma(self, bend: Array | None = None) -> Array:
+    def sigma(self, bend: Array | float = 0.0) -> Array:
         if self.known is not None:
             return np.full(self.bend.shape, self.known)
         factor, shift = noise._STRETCH
         rho = np.clip(factor * (self.windows[0] / self.windows[1]) + shift, 0.0, noise._RHO_MAX)
         scale = np.sqrt((1 + rho) / (2 * (3 - rho))) / (1 - rho) * (1 + noise._YOUNG / self.count)
-        found = (self.bend if bend is None else bend) / noise._MEAN_ABS * scale
+        found = np.maximum(bend, self.present) / noise._MEAN_ABS * scale
         return np.maximum(found, np.where(np.isfinite(self.step), self.step, 0.0) / 2)
 
 
 class _Level:
     """Twin of `guard.channels.falls.BestLevel`."""
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, runs: int, rule: falls.BestLevel) -> None:
+        self.rule = rule
         self.mean = [np.full(runs, -np.inf) for _ in (*falls.BLOCKS, falls.CLIMB)]
         self.bend = [np.zeros(runs) for _ in self.mean]
+        self.until = [np.ones(runs, int) for _ in self.mean]
 
-    def _bound(self, index: int, mean: Array, bend: Array, noise: _Noise) -> Array:
-        errors = np.sqrt(max(noise.count.bit_length() - 1, 1))
+    def _bound(self, index: int, mean: Array, bend: Array, until: NDArray[np.int64], noise: _Noise) -> Array:
+        sigma, rounds = noise.sigma(bend), np.full(mean.shape, noise.count)
+        if not isinstance(self.rule, BestOfAll):
+            rounds = np.where(mean > falls.CLIMBED * sigma, until // falls.OF_A_CLIMB, rounds)
+        errors = np.sqrt(np.maximum(np.frexp(rounds)[1] - 1, 1))
         part = 1 / np.sqrt(falls.BLOCKS[index]) if index < len(falls.BLOCKS) else falls.CLIMB_ERROR
-        found: Array = mean - errors * part * noise.sigma(np.maximum(bend, noise.bend))
+        found: Array = mean - errors * part * sigma
         return found
 
     def learn(self, noise: _Noise) -> None:
@@ -241,13 +268,16 @@ class _Level:
             self._compare(len(falls.BLOCKS), _end_of_climb(np.array(noise.last[-falls.CLIMB :]), noise.sigma()), noise)
 
     def _compare(self, index: int, mean: Array, noise: _Noise) -> None:
-        found = self._bound(index, mean, noise.bend, noise)
-        better = found > self._bound(index, self.mean[index], self.bend[index], noise)
+        until = np.full(mean.shape, noise.count)
+        found = self._bound(index, mean, noise.present, until, noise)
+        better = found > self._bound(index, self.mean[index], self.bend[index], self.until[index], noise)
         self.mean[index] = np.where(better, mean, self.mean[index])
-        self.bend[index] = np.where(better, noise.bend, self.bend[index])
+        self.bend[index] = np.where(better, noise.present, self.bend[index])
+        self.until[index] = np.where(better, until, self.until[index])
 
     def level(self, noise: _Noise) -> Array:
-        bounds = [self._bound(i, *each, noise) for i, each in enumerate(zip(self.mean, self.bend, strict=True))]
+        stored = zip(self.mean, self.bend, self.until, strict=True)
+        bounds = [self._bound(i, *each, noise) for i, each in enumerate(stored)]
         found: Array = np.max(bounds, axis=0)
         return found
 
@@ -265,9 +295,10 @@ def _end_of_climb(scores: Array, sigma: Array) -> Array:
 class _Falls:
     """Twin of `guard.channels.falls.Falls`."""
 
-    def __init__(self, runs: int, threshold: float) -> None:
-        self.sums = [np.zeros(runs) for _ in falls.CUSUMS]
-        self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in falls.CUSUMS]
+    def __init__(self, runs: int, threshold: float, rule: falls.Falls) -> None:
+        self.rule = rule
+        self.sums = [np.zeros(runs) for _ in rule.CUSUMS]
+        self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in rule.CUSUMS]
         self.recovers = np.zeros(runs, bool)
 
     def judge(
@@ -276,7 +307,8 @@ class _Falls:
         level, sigma, scores = best.level(noise), noise.sigma(), [*noise.last, value][-falls._WITHIN - 3 :]
         known = (sigma > 0) & np.isfinite(level)
         unit, level = np.where(known, sigma, 1.0), np.where(known, level, 0.0)
-        below = (level - value - lost) / unit
+        allowed = self.rule.STEPS * np.where(np.isfinite(noise.step), noise.step, 0.0)
+        below = (level - allowed - value - lost) / unit
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / unit
         now, fours = _mean(scores, 4), range(min(falls._WITHIN, len(scores) - 3))
         lowest = np.min([_mean(scores[: len(scores) - ago], 4) for ago in fours], axis=0)
@@ -286,7 +318,7 @@ class _Falls:
         recovers &= value > -falls._LOST * unit
         self.recovers = known & recovers
         halts = np.zeros(value.shape, bool)
-        for index, (slack, most, _) in enumerate(falls.CUSUMS):
+        for index, (slack, most, _) in enumerate(self.rule.CUSUMS):
             limit = self.limits[index]
             total = np.maximum(0.0, self.sums[index] + weight * (np.clip(below, -most, most) - slack))
             total = np.where(recovers, np.minimum(total, falls._CUT * limit), total)
@@ -331,65 +363,100 @@ def _nearest_step(scores: Array, coarse: Array, lost: Array | float, longest: in
             if since > longest or before + since > len(scores):
                 continue
             values = np.vstack([scores[-before - since : -since], scores[-since:] + lost])
-            found = np.maximum(found, _step(values, before, since, coarse) / limit)
+            found = np.maximum(found, _step(values, before, since, coarse, limit) / limit)
     return found
 
 
-def _step(values: Array, before: int, since: int, coarse: Array) -> Array:
-    """The log-likelihood ratio of a step down to none; 0 where none goes down, or where it has healed."""
-    count, left = len(values), values - values.mean(axis=0)
-    level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
-    for rho, constant in step_down._noises():
+@cache
+def _regressors(before: int, since: int) -> Array:
+    """The rows of every basis of `guard.channels.step_down`, by autocorrelation, for scores without their mean."""
+    count, rows = before + since, list[Array]()
+    for rho in step_down.RHOS:
         basis = step_down._basis(before, since, rho)
-        white = np.vstack([np.sqrt(1 - rho * rho) * left[:1], left[1:] - rho * left[:-1]])
-        parts = np.array([basis.level, basis.step, basis.climb, *basis.stopped]) @ white
-        total = (white * white).sum(axis=0)
+        white = np.eye(count) - rho * np.eye(count, k=-1)
+        white[0, 0] = np.sqrt(1 - rho * rho)
+        rows.append(np.array([basis.level, basis.step, basis.climb, *basis.stopped]) @ white)
+    return np.array(rows)
+
+
+def _step(values: Array, before: int, since: int, coarse: Array, limit: float) -> Array:
+    """The log-likelihood ratio of a step down to none; 0 where none goes down, or where it has healed.
+
+    What only matters above `limit` is left out below it.
+    """
+    count, left = len(values), values - values.mean(axis=0)
+    square, ends = np.einsum("tr,tr->r", left, left), left[0] ** 2 + left[-1] ** 2
+    pairs = np.einsum("tr,tr->r", left[1:], left[:-1])
+    level, step, size = np.full(coarse.shape, np.inf), np.full(coarse.shape, np.inf), np.zeros(coarse.shape)
+    regressors = _regressors(before, since)
+    every = (regressors.reshape(-1, count) @ left).reshape(*regressors.shape[:2], -1)
+    for parts, (rho, constant) in zip(every, step_down._noises(), strict=True):
+        basis, factor = step_down._basis(before, since, rho), np.exp(constant / count)
+        total = (1 + rho * rho) * square - rho * rho * ends - 2 * rho * pairs
         least = step_down._EXACT * total + count * step_down.COARSE * (coarse * (1 - rho)) ** 2
         rest, climb = total - parts[0] ** 2, np.maximum(parts[2], 0.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            stopped = np.maximum(parts[3:].max(axis=0), 0.0)
-            level = np.minimum(level, count * np.log(np.maximum(rest - stopped**2, 0) + least) + constant)
-            of_step = count * np.log(np.maximum(rest - parts[1] ** 2 - climb**2, 0) + least) + constant
+        stopped = np.maximum(parts[3:].max(axis=0), 0.0)
+        level = np.minimum(level, factor * (np.maximum(rest - stopped**2, 0) + least))
+        of_step = factor * (np.maximum(rest - parts[1] ** 2 - climb**2, 0) + least)
         size = np.where(of_step < step, (basis.step_of_climb * climb - parts[1]) / basis.length, size)
         step = np.minimum(step, of_step)
+    known = (size > 0) & (square > 0)
+    found: Array = np.maximum(count / 2 * np.log(np.where(known, level, 1.0) / np.where(known, step, 1.0)), 0.0)
+    near = np.flatnonzero(found > limit)
+    if len(near):
+        found[near] = np.where(_stands(values[:, near], before, since), found[near], 0.0)
+    return found
+
+
+def _stands(values: Array, before: int, since: int) -> NDArray[np.bool_]:
+    """Where a step down has not healed, and the noise before it was not larger."""
     rounds, few, part = step_down.HEALED
     lowest = np.min([values[before + end - few : before + end].mean(axis=0) for end in range(few, since + 1)], axis=0)
     healed = values[before:][-rounds:].mean(axis=0) - lowest > part * (values[:before].max(axis=0) - lowest)
-    known = (size > 0) & (total > 0) & ~healed
-    if since >= step_down.FROM:
-        bends = [np.abs(np.diff(part, 2, axis=0)).mean(axis=0) for part in (values[:before], values[before:])]
-        known &= bends[0] <= step_down.NOISIER * bends[1]
-    found: Array = np.maximum(np.where(known, level, 0.0) - np.where(known, step, 0.0), 0.0) / 2
+    if since < step_down.FROM:
+        return ~healed
+    bends = [np.abs(np.diff(part, 2, axis=0)).mean(axis=0) for part in (values[:before], values[before:])]
+    found: NDArray[np.bool_] = ~healed & (bends[0] <= step_down.NOISIER * bends[1])
     return found
 
 
 class _Shares:
     """Twin of `guard.channels.outliers.FallingShares`. `gains`: (rounds, shares, runs), NaN where one is missing."""
 
-    def __init__(self, gains: Array | None) -> None:
-        self.gains = gains
-        if gains is not None:
-            self.usual, self.drift = np.full(gains.shape[1:], np.nan), np.zeros(gains.shape[1:])
-            self.spread = np.zeros(gains.shape[2])
+    def __init__(self, gains: Array, rule: outliers.FallingShares) -> None:
+        self.gains, self.rule = gains, rule
+        self.usual, self.drift = np.full(gains.shape[1:], np.nan), np.zeros(gains.shape[1:])
+        self.away, self.spread = np.zeros(gains.shape[1:]), np.zeros(gains.shape[2])
 
-    def judge(self, t: int) -> Array | float:
-        if self.gains is None:
-            return 0.0
+    def judge(self, t: int) -> tuple[Array, Array]:
+        """By how much shares that fall lower the mean, and what is to be added to it for those left out."""
         there = ~np.isnan(self.gains[t])
         number = there.sum(axis=0)
         distance = self.gains[t] - np.nansum(self.gains[t], axis=0) / number
         known = np.where(np.isnan(self.usual), distance, self.usual)
         above, new = distance - known, outliers._NEW
-        middle = np.nanmedian(np.abs(above), axis=0)
+        middle = (np.median if there.all() else np.nanmedian)(np.abs(above), axis=0)  # the first is faster
+        above = np.where(there, above, 0.0)
         self.spread = self.spread + max(1 / (t + 1), new) * (middle - self.spread)
-        self.drift = np.where(there, (1 - new) * self.drift + new * np.where(there, above, 0.0), self.drift)
-        order = np.argsort(np.where(there, self.drift, np.inf), axis=0, kind="stable")
-        rank = np.argsort(order, axis=0, kind="stable")
-        fallen = there & (rank < number // outliers._LIARS) & (self.drift < -outliers._DRIFTED * self.spread)
+        self.drift = np.where(there, (1 - new) * self.drift + new * above, self.drift)
+        away = self.away + max(1 / (t + 1), new) * (np.abs(above) - self.away)
+        self.away = np.where(there, away, self.away)
+        unit = np.where((self.spread > 0) & self.rule.LEAVES_OUT, self.spread, np.inf)
+        far = np.maximum(self.drift / (outliers._RISEN * unit), self.away / (outliers._WILD * unit))
+        few = number // outliers._LIARS
+        out = there & (_rank(np.where(there, -far, np.inf)) < few) & (far > 1)
+        lowest = there & (_rank(np.where(there, self.drift, np.inf)) < few)
+        fallen = lowest & (self.drift < -outliers._DRIFTED * self.spread) & ~out
         learnt = known + max(1 / (t + 1), 1 / outliers._MEMORY) * above
-        self.usual = np.where(there & ~fallen, learnt, self.usual)
-        found: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - fallen.sum(axis=0))
-        return found
+        self.usual = np.where(there & ~fallen & ~out, learnt, self.usual)
+        lost: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - fallen.sum(axis=0))
+        moved: Array = -np.where(out, above, 0.0).sum(axis=0) / (number - out.sum(axis=0))
+        return lost, moved
+
+
+def _rank(values: Array) -> NDArray[np.int64]:
+    order = np.argsort(values, axis=0, kind="stable")
+    return np.argsort(order, axis=0, kind="stable")
 
 
 class _Gap:
@@ -449,22 +516,28 @@ def sequential(
     `weight`: share of the items in each score. `known`: sigma of the held-out score, in place of the measured one.
     """
     guard = guard or SequentialGuard()
+    rule: MetricChannels = guard.channels()
     rounds, runs = heldout.shape
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
-    own, apart, best, gap = _Noise(runs, known), _Noise(runs), _Level(runs), _Gap(runs)
-    sums, shares, lows = _Falls(runs, guard.threshold), _Shares(gains), NewLow(heldout - heldout[0])
-    steps = _StepDown()
+    own, apart = _Noise(runs, rule.noise, known), _Noise(runs, rule.gap_noise)
+    best, gap, sums = _Level(runs, rule.best), _Gap(runs), _Falls(runs, guard.threshold, rule.falls)
+    scores, losts = heldout - heldout[0], [0.0] * rounds if gains is None else list[Any]()
+    if gains is not None:
+        shares = _Shares(gains, rule.shares)
+        for t in range(rounds):
+            lost, moved = shares.judge(t)
+            scores[t], losts = scores[t] + moved, [*losts, lost]
+    lows, steps = NewLow(scores), _StepDown()
     for t in range(rounds):
-        held = heldout[t] - heldout[0]
+        held, lost = scores[t], losts[t]
         trained = None if in_loop is None else in_loop[t] - first
-        lost = shares.judge(t)
         if t >= falls.FIRST_JUDGED:
             halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], lost), 2)
         if trained is not None and guard.gap_sigmas is not None and t >= hacking_gap.FIRST_JUDGED:
-            wrong = gap.judge(held, trained, heldout[t], apart, guard)
+            wrong = gap.judge(held, trained, heldout[0] + held, apart, guard)
             halts.at(t + 1, wrong & (t + 1 >= guard.min_steps), 3)
         if trained is not None and t < early.ROUNDS:
-            halts.at(t + 1, collapsed(heldout[: t + 1] - heldout[0], in_loop[: t + 1] - first), 4)  # type: ignore[index]
+            halts.at(t + 1, collapsed(scores[: t + 1], in_loop[: t + 1] - first, rule.early), 4)  # type: ignore[index]
         halts.at(t + 1, lows.halts(t, np.zeros(runs) if trained is None else trained), 5)
         own.add(held)
         coarse = np.where(np.isfinite(own.step), own.step, 0.0)

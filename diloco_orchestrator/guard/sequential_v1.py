@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
-from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, EarlyCollapse, NewLow
+from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, NewLow
 from diloco_orchestrator.guard.channels.remembered import Remembered, RememberedTogether, added
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.sequential_v3 import CollapseFromFirst
 from diloco_orchestrator.protocol.records import HeldoutSet
 
 # -- noise
@@ -459,7 +460,7 @@ class MetricChannels(RememberedTogether):
     falls: Drawdown = field(default_factory=Drawdown)
     gap: HackingGap = field(default_factory=HackingGap)
     sudden: SuddenFall = field(default_factory=SuddenFall)
-    early: EarlyCollapse = field(default_factory=EarlyCollapse)
+    early: CollapseFromFirst = field(default_factory=CollapseFromFirst)
     new_low: _NewLow = field(default_factory=_NewLow)
     breadth: Breadth = field(default_factory=Breadth)
 

@@ -1,7 +1,7 @@
 """`SequentialV2`: the rule "sequential-v2", by which runs that began before "sequential-v3" go on to be judged.
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
-It differs from `SequentialGuard` in two channels: the autocorrelation of the noise comes from what is left of scores
+It differs from `SequentialV3` in two channels: the autocorrelation of the noise comes from what is left of scores
 without their line, also where a climb bends, and counts as .55 until then; and steps down are compared up to 20 rounds
 after them, in any round of the run, with one threshold.
 """
@@ -17,6 +17,7 @@ from diloco_orchestrator.guard.channels.noise import KEPT, Noise, clipped
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 from diloco_orchestrator.guard.channels.step_down import BEFORE, Found, changed, compared, step_alarm
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.sequential_v3 import SteadyNoise, V3Channels
 
 _SINCE = (5, 8, 12, 20)  # rounds since a step
 _LIMIT = 1.2  # log-likelihood ratio that halts, in nats, over the setting `threshold`
@@ -25,7 +26,7 @@ _LOST = 4.8  # times 1 / values: what a line takes from the correlation of what 
 
 
 @dataclass
-class LineNoise(Noise):
+class LineNoise(SteadyNoise):
     """`Noise` whose autocorrelation comes from what is left of the last 24 values without their straight line."""
 
     windows: list[float] = field(default_factory=lambda: [_PRIOR[0] * _PRIOR[1], _PRIOR[0]])
@@ -94,7 +95,7 @@ def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
 
 
 @dataclass
-class V2Channels(MetricChannels):
+class V2Channels(V3Channels):
     """The statistics of "sequential-v2"."""
 
     noise: Noise = field(default_factory=LineNoise)

@@ -46,6 +46,7 @@ RULES: tuple[dict[str, Any], ...] = (
     {"rule": "off"},
 )
 V2: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v2"} for each in RULES[:2])
+V3: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v3"} for each in RULES[:2])
 NOW: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential"} for each in RULES[:2])
 
 
@@ -124,7 +125,7 @@ def folds_of(
 
     `first_form`: whether the run began with the first form of the per-replica guard.
     """
-    earlier = settings["rule"] in ("sequential-v1", "sequential-v2")  # of runs that began when it was "sequential"
+    earlier = settings["rule"].startswith("sequential-v")  # of runs that began when it was "sequential"
     config = GuardConfig(**{**settings, "rule": "sequential"} if earlier else settings)
     vault = VaultSet(shares=(ITEMS,) * 4, digest="1" * 64) if vaulted else None
     heldout = HeldoutSet(metric="reward", shares=(ITEMS,) * 4, digest="0" * 64, vault=vault)
@@ -166,8 +167,10 @@ def test_states_verdicts_and_names_have_the_bytes_that_they_always_had():
     assert digest_of(0, every=3)[0] == "841ab33d69728bb34669c1f81682aa26e723041f522b3a2a50e08bbd9b37408d"
 
 
-def test_the_rule_that_was_the_default_before_has_the_bytes_that_it_had_then():
+def test_the_rules_that_were_the_default_before_have_the_bytes_that_they_had_then():
     assert digest_of(0, every=5, rules=V2)[0] == "8649e8857b9a73e9b8a3f939cf9568dddf6e4b59d37485874284f82cc5509e9d"
+    digest = digest_of(0, every=5, rules=V3, first_form=True)[0]
+    assert digest == "2506e1b9c6d8fb4608361a3acb8ba909bae4c0cb4045d11dabf6650983c9cdf1"
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():

@@ -8,7 +8,7 @@ back up does not halt: spikes, warm restarts and bumps heal, and a fault does no
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.early import ADVICE
@@ -24,9 +24,9 @@ SHORT_UNTIL = 32
 # lag little behind slower ones. The rise of its last pair as a share of what the halves say: a climb that has stopped
 # is none. The error of its end in sigmas, found by simulation.
 CLIMB, STEEP, STILL, CLIMB_ERROR = 8, 4.0, 0.8, 0.55
-# Slack, most that one round counts, threshold (at the setting's default of 10): the first finds small falls, and big
-# ones after 6 rounds; the second those that still go on after 5, which is what a hack does and a spike does not.
-CUSUMS = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
+# Sigmas above the run's first score from which on a level is that of a climb: a share of the rounds until then lay far
+# below it, so that it is the best of fewer.
+CLIMBED, OF_A_CLIMB = 3.0, 8
 _DEFAULT = 10.0
 _NAMES = ("slow fall", "fast fall")
 # Recovery, in sigmas: the last two scores above the two before; or the last four above the lowest four of twelve
@@ -55,10 +55,10 @@ class BestLevel(Remembered):
 
     The mean of a block lies half a block behind a climb. So where the last eight scores climb steeply, their straight
     line is a fourth measure: its end, but no more than the highest of them, so that a climb that stops is no fall.
-    Stored state: 12 numbers.
+    Stored state: 16 numbers.
     """
 
-    # By block, the climb last: level as measured, size of second differences then, last model.
+    # By block, the climb last: level as measured, size of second differences then, last model, and rounds until then.
     best: list[Any] = field(default_factory=lambda: [None] * (len(BLOCKS) + 1))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
@@ -70,13 +70,13 @@ class BestLevel(Remembered):
             if noise.count < max(size, FIRST_JUDGED - 2) or (index == 0 and noise.count > SHORT_UNTIL):
                 continue
             block = scores[-size:]
-            self._compare(index, [(added(block) - max(block) - min(block)) / (size - 2), noise.bend, model], noise)
+            self._compare(index, (added(block) - max(block) - min(block)) / (size - 2), model, noise)
         end = _end_of_climb(scores[-CLIMB:], noise.sigma()) if noise.count >= CLIMB else None
         if end is not None:
-            self._compare(len(BLOCKS), [end, noise.bend, model], noise)
+            self._compare(len(BLOCKS), end, model, noise)
 
-    def _compare(self, index: int, found: list[Any], noise: Noise) -> None:
-        best = self.best[index]
+    def _compare(self, index: int, level: float, model: int, noise: Noise) -> None:
+        found, best = self._block(level, model, noise), self.best[index]
         if best is None or self._bound(index, found, noise) > self._bound(index, best, noise):
             self.best[index] = found
 
@@ -90,16 +90,25 @@ class BestLevel(Remembered):
         ]
         return max(found, key=lambda each: each.bound) if found else None
 
+    def _block(self, level: float, model: int, noise: Noise) -> list[Any]:
+        """A block of rounds that ends with the base of round `model`, as it is stored."""
+        return [level, noise.present(), model, noise.count]
+
     def _bound(self, index: int, block: list[Any], noise: Noise) -> float:
         """The mean of a block of rounds less what chance explains, by the noise of that time or now, whichever is
         larger.
 
         The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds.
         """
-        level, bend, _ = block
-        errors = math.sqrt(max(noise.count.bit_length() - 1, 1))
+        level, sigma = block[0], noise.sigma(block[1])
+        errors = math.sqrt(max(self._rounds(block, sigma, noise).bit_length() - 1, 1))
         part = 1 / math.sqrt(BLOCKS[index]) if index < len(BLOCKS) else CLIMB_ERROR
-        return float(level - errors * part * noise.sigma(max(bend, noise.bend)))
+        return float(level - errors * part * sigma)
+
+    def _rounds(self, block: list[Any], sigma: float, noise: Noise) -> int:
+        """The number of rounds of which a block is the best: all, or after a climb an eighth of those until then."""
+        level, _, _, until = block
+        return int(until) // OF_A_CLIMB if level > CLIMBED * sigma else noise.count
 
 
 def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:
@@ -120,6 +129,11 @@ def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:
 @dataclass
 class Falls(Remembered):
     """Two CUSUM statistics of how far the held-out score is below its best level. Stored state: 6 numbers."""
+
+    # Slack, most that one round counts, threshold (at the setting's default of 10): the first finds small falls, and
+    # big ones after 6 rounds; the second those that still go on after 5, which is what a hack does and a spike does not.
+    CUSUMS: ClassVar = ((0.35, 1.5, 5.7), (0.5, 2.0, 5.8))
+    STEPS: ClassVar = 3.0  # smallest changes between two rounds, that are no fall: answers of some items
 
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
@@ -158,10 +172,10 @@ class Falls(Remembered):
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:
             return []
-        below = (level.bound - scores[-1] - lost) / sigma
+        below = (level.bound - self.allowed(noise) - scores[-1] - lost) / sigma
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
         self.recovers = scores[-1] > -_LOST * sigma and (rise > _RISES or _heals(scores, level.bound, sigma))
-        for index, (slack, most, at_default) in enumerate(CUSUMS):
+        for index, (slack, most, at_default) in enumerate(self.CUSUMS):
             limit = threshold / _DEFAULT * at_default
             total = max(0.0, self.sums[index] + weight * (min(max(below, -most), most) - slack))
             if self.recovers:
@@ -195,9 +209,13 @@ class Falls(Remembered):
         )
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
+    def allowed(self, noise: Noise) -> float:
+        """By how much a score may lie below the best level and not count as fallen."""
+        return self.STEPS * (noise.step or 0.0)
+
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, value, threshold) of both CUSUM statistics, as the guard's verdict lists them."""
-        rows = zip(_NAMES, self.sums, CUSUMS, strict=True)
+        rows = zip(_NAMES, self.sums, self.CUSUMS, strict=True)
         return [(name, total, threshold / _DEFAULT * at_default) for name, total, (_, _, at_default) in rows]
 
 

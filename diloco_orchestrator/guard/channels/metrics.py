@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from diloco_orchestrator.guard.channels.alarm import Alarm
 from diloco_orchestrator.guard.channels.apart import Apart
 from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse, NewLow
-from diloco_orchestrator.guard.channels.falls import CUSUMS, FIRST_JUDGED, BestLevel, Falls
+from diloco_orchestrator.guard.channels.falls import FIRST_JUDGED, BestLevel, Falls
 from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
@@ -59,21 +59,22 @@ class MetricChannels(RememberedTogether):
         if self.count == 0:
             self.falls.begin(model)
             self.gap.begin(model)
-        held = self.since_the_first(0, heldout)
+        fallen, lost, moved = self.shares.judge(gains)
+        measured = self.since_the_first(0, heldout)
+        origin, held = heldout - measured, measured + moved
         trained = None if in_loop is None else self.since_the_first(1, in_loop)
-        fallen, lost = self.shares.judge(gains)
         self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
         slow: list[Alarm] = []
         if self.count >= FIRST_JUDGED:
             scores = [*self.noise.last, held]
-            counted = weight, threshold, lost, heldout - held
+            counted = weight, threshold, lost, origin
             at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
-            slow = self.gap.judge(model, held, trained, heldout, self.gap_noise, tolerance, threshold)
-        self._learn(model, held, trained)
+            slow = self.gap.judge(model, held, trained, heldout + moved, self.gap_noise, tolerance, threshold)
+        self._learn(model, measured, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
-        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, heldout - held)
+        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, origin)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 
@@ -93,12 +94,12 @@ class MetricChannels(RememberedTogether):
         self.early.stop()
         self.new_low, self.step_down = NewLow(), type(self.step_down)()
 
-    def _learn(self, model: int, held: float, trained: float | None) -> None:
+    def _learn(self, model: int, measured: float, held: float, trained: float | None) -> None:
         self.count += 1
         self.early.learn(model, trained)
         if self.count > ROUNDS:
             self.early.stop()
-        self.falls.learn(model, held)
+        self.falls.learn(model, measured)
         self.noise.add(held)
         self.new_low.learn(model, self.noise.last)
         self.best.learn(model, self.noise.last, self.noise)
@@ -139,8 +140,8 @@ class MetricChannels(RememberedTogether):
         level, sigma = self.best.level(self.noise), self.noise.sigma()
         if level is None or not sigma > 0:
             return "waits for a held-out score that varies, to know its noise"
-        slack, _, limit = CUSUMS[0]
-        worse = level.mean - level.bound + (slack + threshold / 10 * limit / 15) * sigma
+        slack, _, limit = self.falls.CUSUMS[0]
+        worse = level.mean - level.bound + self.falls.allowed(self.noise) + (slack + threshold / 10 * limit / 15) * sigma
         return (
             f"would halt within 15 rounds of a held-out score that stays {worse:.2g} worse than its best level, that "
             f"of rounds {level.last - level.rounds + 1} to {level.last} (noise {sigma:.2g})"

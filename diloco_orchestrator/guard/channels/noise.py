@@ -4,6 +4,7 @@ Two measures, because a curve spoils each of them differently:
 
 - *Size*, from second differences of neighbouring values. They cancel level and slope, a bend adds little to them, and a
   step or a kink adds two large ones, which are clipped, and left out of the first 32.
+  Where the last rounds bend far more than that, as in a burst of noise, they count.
 - *Autocorrelation*, from what is left of the last 24 values without their straight line, or without their cubic where
   they climb and a cubic explains far more than noise would: the bend of a climb looks like a strong autocorrelation.
   Values that lie far further from it than their second differences explain are left out: they say nothing of noise.
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from statistics import median
+from typing import ClassVar
 
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
@@ -32,6 +35,7 @@ _SETTLED = 4  # second differences before they are clipped
 # its first rounds, and a fall there would count as noise. `_TRIM` makes up for it, as a factor, for normal noise.
 _TRIMMED, _TRIM = 6, 2.15
 _MEAN_ABS = 0.79788  # of a standard normal number
+_MEDIAN = 0.845  # of the absolute value of a normal number, as a share of its mean
 _OUTLIER = 3 * 1.4826  # times the median size, of what is left of one value without its line
 _PAST = 0.99  # weight of the past in the autocorrelation: it is learnt from some 100 rounds
 _PRIOR = (12.0, 0.6)  # windows that the first guess of it counts as: unknown noise is taken for correlated noise
@@ -53,6 +57,9 @@ _YOUNG = 4.0  # sigma is larger by this over the number of values: few values cl
 @dataclass
 class Noise(Remembered):
     """Size and autocorrelation of the noise of one series, measured value by value. Stored state: 45 numbers."""
+
+    # Second differences of the last values, and how many times larger than usual their median must be to count.
+    BURST: ClassVar[tuple[int, float]] = (8, 1.4)
 
     last: list[float] = field(default_factory=list)  # 32 values, oldest first
     count: int = 0  # values
@@ -115,15 +122,23 @@ class Noise(Remembered):
         factor, shift = _STRETCH
         return min(max(factor * (self.windows[0] / self.windows[1]) + shift, 0.0), _RHO_MAX)
 
-    def sigma(self, bend: float | None = None) -> float:
+    def present(self) -> float:
+        """The mean size of second differences, as measured or as the last ones alone say, if that is far larger."""
+        number, times = self.BURST
+        if self.count < number + 2:
+            return self.bend
+        changes = [now - last for last, now in pairwise(self.last[-number - 2 :])]
+        return max(self.bend, median([abs(now - last) for last, now in pairwise(changes)]) / _MEDIAN / times)
+
+    def sigma(self, bend: float = 0.0) -> float:
         """The long-run standard deviation of the series; 0.0 if not known. At least half of the smallest change.
 
-        `bend`: mean size of second differences (from an earlier round) to use in place of the present one.
+        `bend`: mean size of second differences in an earlier round, which counts if it is larger than now.
         """
         if not self.count:
             return 0.0
         # Second differences of AR(1) noise have a variance of 2 (1 - rho) (3 - rho) times that of the noise.
-        rho, bend = self.rho, self.bend if bend is None else bend
+        rho, bend = self.rho, max(bend, self.present())
         scale = math.sqrt((1 + rho) / (2 * (3 - rho))) / (1 - rho) * (1 + _YOUNG / self.count)
         return max(bend / _MEAN_ABS * scale, (self.step or 0.0) / 2)
 

@@ -1,13 +1,15 @@
-"""`FallingShares`: which shares of the held-out set fall while the others do not, so that they alone cause no halt.
+"""`FallingShares`: which shares of the held-out set differ from the others, so that they cause no halt and hide none.
 
 A share that is reported too low from some round on lowers the mean, however little it is off in each round. A quarter
 of the shares may be wrong: where that many or fewer drift down from their usual distance to the mean of all, a fall
-counts without what they lost.
+counts without what they lost. Another quarter at most, that drift up or vary far more than the others, are left out of
+the mean, which would hide a fall.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import ClassVar
 
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
@@ -18,14 +20,19 @@ _LIARS = 4  # one share of so many may be wrong
 # .5 noise the drift of an honest share varies by .55 of them. The first is low because it costs honest fleets little (a
 # slow hack is halted 3 rounds later), and lies of two replicas of eight then halt less than once in 1000 rounds.
 _DRIFTED, _NAMED = 0.9, 1.7
+# Spreads of one round by which a share must have drifted up, or be away from its usual distance in the mean of some 10
+# rounds, to be left out: an honest share is away by 1.2 of them.
+_RISEN, _WILD = 1.2, 1.8
 
 
 @dataclass
 class FallingShares(Remembered):
     """The drift of each held-out share's score from its usual distance to the mean of all shares.
 
-    Stored state: 2 numbers per share, and 2.
+    Stored state: 3 numbers per share, and 2.
     """
+
+    LEAVES_OUT: ClassVar[bool] = True  # whether shares can be left out of the mean
 
     count: int = 0  # rounds learnt
     spread: float = 0.0  # median distance of a share from its usual one in a round
@@ -33,28 +40,45 @@ class FallingShares(Remembered):
     drift: dict[str, float] = field(
         default_factory=dict
     )  # by share: mean of what it is above that, over some 10 rounds
+    away: dict[str, float] = field(default_factory=dict)  # by share: mean of its size
 
-    def judge(self, gains: Mapping[str, float]) -> tuple[list[int], float]:
+    def judge(self, gains: Mapping[str, float]) -> tuple[list[int], float, float]:
         """Add a round's score gains since the start, by share of the held-out set.
 
-        Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all,
-        and by how much those that have moved down at all lower the mean. Without `gains`: ([], 0.0).
+        Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all; by
+        how much those that have moved down at all lower the mean; and what is to be added to the mean for those that
+        are left out of it. Without `gains`: ([], 0.0, 0.0).
         """
         shares = sorted(gains)
         if not shares:
-            return [], 0.0
+            return [], 0.0, 0.0
         mean = added([gains[share] for share in shares]) / len(shares)
         above = {share: (gains[share] - mean) - self.usual.get(share, gains[share] - mean) for share in shares}
         self.count += 1
         self.spread += max(1 / self.count, _NEW) * (median([abs(above[share]) for share in shares]) - self.spread)
         for share in shares:
             self.drift[share] = (1 - _NEW) * self.drift.get(share, 0.0) + _NEW * above[share]
+            away = self.away.get(share, 0.0)
+            self.away[share] = away + max(1 / self.count, _NEW) * (abs(above[share]) - away)
+        left_out = self._left_out(shares)
         lowest = sorted(shares, key=lambda share: (self.drift[share], share))[: len(shares) // _LIARS]
-        fallen = [share for share in lowest if self.drift[share] < -_DRIFTED * self.spread]
+        fallen = [share for share in lowest if self.drift[share] < -_DRIFTED * self.spread and share not in left_out]
         for share in shares:
-            if share not in fallen:  # a fall must not become usual
+            if share not in fallen and share not in left_out:  # a fall must not become usual
                 known = self.usual.get(share, gains[share] - mean)
                 self.usual[share] = known + max(1 / self.count, 1 / _MEMORY) * above[share]
         lost = added([max(0.0, -above[share]) for share in fallen])
         named = sorted(int(share) for share in fallen if self.drift[share] < -_NAMED * self.spread)
-        return named, lost / (len(shares) - len(fallen))
+        moved = -added([above[share] for share in left_out])
+        return named, lost / (len(shares) - len(fallen)), moved / (len(shares) - len(left_out))
+
+    def _left_out(self, shares: Sequence[str]) -> list[str]:
+        """The shares, at most a quarter, that have drifted up or vary far more than the others, the furthest first."""
+        if not self.LEAVES_OUT or not self.spread > 0:
+            return []
+        far = {
+            share: max(self.drift[share] / (_RISEN * self.spread), self.away[share] / (_WILD * self.spread))
+            for share in shares
+        }
+        furthest = sorted(shares, key=lambda share: (-far[share], share))[: len(shares) // _LIARS]
+        return [share for share in furthest if far[share] > 1]

@@ -1,0 +1,80 @@
+"""`SequentialV3`: the rule "sequential-v3", by which runs that began before "sequential-v4" go on to be judged.
+
+Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
+It differs from `SequentialGuard` in this: bursts of noise only count as the noise of some 32 rounds does; a best level
+is the best of all rounds, also after a climb; steps of few items are falls; early collapse compares the first base
+too; no share is left out of the mean.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from diloco_orchestrator.guard.channels.early import EarlyCollapse
+from diloco_orchestrator.guard.channels.falls import BestLevel, Falls
+from diloco_orchestrator.guard.channels.metrics import MetricChannels
+from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.channels.outliers import FallingShares
+from diloco_orchestrator.guard.sequential import SequentialGuard
+
+
+@dataclass
+class SteadyNoise(Noise):
+    """`Noise` of the size that its second differences have over some 32 rounds."""
+
+    def present(self) -> float:
+        return self.bend
+
+
+@dataclass
+class BestOfAll(BestLevel):
+    """`BestLevel` as the best of all rounds so far. Stored state: 12 numbers."""
+
+    def _block(self, level: float, model: int, noise: Noise) -> list[Any]:
+        return [level, noise.bend, model]
+
+    def _rounds(self, block: list[Any], sigma: float, noise: Noise) -> int:
+        return noise.count
+
+
+@dataclass
+class AnyFalls(Falls):
+    """`Falls` however small they are."""
+
+    CUSUMS: ClassVar = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
+    STEPS: ClassVar = 0.0
+
+
+@dataclass
+class CollapseFromFirst(EarlyCollapse):
+    """`EarlyCollapse` that compares the run's first base too."""
+
+    LEAVES_OUT_FOOT: ClassVar[bool] = False
+
+
+@dataclass
+class AllShares(FallingShares):
+    """`FallingShares` that leaves no share out of the mean. Stored state: 2 numbers per share, and 2."""
+
+    LEAVES_OUT: ClassVar[bool] = False
+
+    def state(self) -> Any:
+        return super().state()[:-1]
+
+
+@dataclass
+class V3Channels(MetricChannels):
+    """The statistics of "sequential-v3"."""
+
+    noise: Noise = field(default_factory=SteadyNoise)
+    gap_noise: Noise = field(default_factory=SteadyNoise)
+    best: BestLevel = field(default_factory=BestOfAll)
+    falls: Falls = field(default_factory=AnyFalls)
+    early: EarlyCollapse = field(default_factory=CollapseFromFirst)
+    shares: FallingShares = field(default_factory=AllShares)
+
+
+class SequentialV3(SequentialGuard):
+    """The guard rule "sequential-v3"."""
+
+    name: ClassVar[str] = "sequential-v3"
+    channels: ClassVar[type[MetricChannels]] = V3Channels
