@@ -58,8 +58,8 @@ class EarlyCollapse(Remembered):
     Stored state: 2 numbers per round with both metrics, none after 32 rounds.
     """
 
-    # Whether the first base may be left out: where training gained more from it to the next than in all rounds since, it
-    # had learnt little, and its score is the foot of a climb.
+    # Whether the first base may be left out: where training gained more from it to the next than in all rounds since,
+    # and gained in these, the first one had learnt little, and its score is the foot of a climb.
     LEAVES_OUT_FOOT: ClassVar[bool] = True
 
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
@@ -95,8 +95,8 @@ class EarlyCollapse(Remembered):
         held = scores[len(scores) - len(rows) :]
         lost = [-row[1] for row in rows]  # so that what training gains is a fall as well
         held_since, lost_since = _groups_since(held), _groups_since(lost)
-        foot = self.LEAVES_OUT_FOOT and len(lost) > 2 and lost[0] - lost[1] > max(lost[1] - lost[-1], 0.0)
-        first, fewest = (1, 3) if foot else (0, 1)  # one score after the foot shows no level
+        foot = self.LEAVES_OUT_FOOT and len(lost) > 2 and lost[0] - lost[1] > lost[1] - lost[-1] > 0
+        first, fewest = (1, 4) if foot else (0, 1)  # fewer scores after the foot show no level
         for between in range(BETWEEN + 1):
             for end in range(len(rows) - between - GAINED[0], fewest - 1, -1):
                 window, later, rounds = slice(max(first, end - BEFORE), end), end + between, len(rows) - end - between
