@@ -68,13 +68,19 @@ class Halts:
 class _Groups:
     """Twin of the groups of `guard.channels.early`: the last rounds before each end, and all rounds since each."""
 
-    def __init__(self, values: Array) -> None:
+    def __init__(self, values: Array, foot: NDArray[np.bool_]) -> None:
+        """`foot`: where the first value is left out of the first group of `BEFORE` rounds."""
         runs, ends = values.shape[1], range(1, len(values) + 1)
         windows = [slice(max(0, end - early.BEFORE), end) for end in ends]
         moved = np.vstack([np.diff(values, axis=0) != 0, np.zeros((1, runs), int)])
         self.low = np.array([values[w].min(axis=0) for w in windows])
         self.range = np.array([np.ptp(values[w], axis=0) for w in windows])
         self.steps = np.array([moved[w][:-1].sum(axis=0) for w in windows])
+        if len(values) >= early.BEFORE:
+            climbed, last = values[1 : early.BEFORE], early.BEFORE - 1
+            self.low[last] = np.where(foot, climbed.min(axis=0), self.low[last])
+            self.range[last] = np.where(foot, np.ptp(climbed, axis=0), self.range[last])
+            self.steps[last] = np.where(foot, moved[1:last].sum(axis=0), self.steps[last])
         self.high_since = np.maximum.accumulate(values[::-1], axis=0)[::-1]
         self.range_since = self.high_since - np.minimum.accumulate(values[::-1], axis=0)[::-1]
         self.rise_since = np.maximum.accumulate((self.high_since - values)[::-1], axis=0)[::-1]
@@ -92,22 +98,14 @@ class _Groups:
 
 def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray[np.bool_]:
     """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
-    found = np.zeros(held.shape[1], bool)
-    if len(held) <= early.GAINED[0]:
-        return found
-    gained, since = trained[1] - trained[0], trained[-1] - trained[1]
-    foot = (gained > since) & (since > 0) & rule.LEAVES_OUT_FOOT
-    for first, runs in enumerate((np.flatnonzero(~foot), np.flatnonzero(foot))):
-        found[runs] = _collapsed(held[first:, runs], trained[first:, runs], 1 + 2 * first)
-    return found
-
-
-def _collapsed(held: Array, trained: Array, fewest: int) -> NDArray[np.bool_]:
-    """Where scores collapsed after `fewest` rounds or more."""
     c, (rounds, runs) = early, held.shape
-    one, other, found = _Groups(held), _Groups(-trained), np.zeros(runs, bool)
+    climbed = held[: early.BEFORE][1:]
+    if not len(climbed):
+        return np.zeros(runs, bool)
+    foot = (climbed.min(axis=0) - held[0] > np.ptp(climbed, axis=0)) & rule.LEAVES_OUT_FOOT
+    one, other, found = _Groups(held, foot), _Groups(-trained, foot), np.zeros(runs, bool)
     for between in range(c.BETWEEN + 1):
-        for end in range(fewest, rounds - between - c.GAINED[0] + 1):
+        for end in range(1, rounds - between - c.GAINED[0] + 1):
             since, lasted = end + between, rounds - end - between
             distance = one.distance(end, since)
             if not (distance > 0).any():
@@ -185,7 +183,8 @@ class _Noise:
         self.present = self.bend
         if self.count >= number + 2 and not isinstance(self.rule, SteadyNoise):
             bends = np.abs(np.diff(np.array(self.last[-number - 2 :]), 2, axis=0))
-            self.present = np.maximum(self.bend, np.median(bends, axis=0) / noise._MEDIAN / times)
+            now = np.median(bends, axis=0) / noise._MEDIAN / times
+            self.present = np.maximum(self.bend, np.minimum(now, noise._CLIP * self.bend))
 
     def _learn_size(self, bend: Array, where: NDArray[np.bool_]) -> None:
         settled = (self.bends >= noise._SETTLED) & (self.bend > 0)
@@ -307,7 +306,7 @@ class _Falls:
         level, sigma, scores = best.level(noise), noise.sigma(), [*noise.last, value][-falls._WITHIN - 3 :]
         known = (sigma > 0) & np.isfinite(level)
         unit, level = np.where(known, sigma, 1.0), np.where(known, level, 0.0)
-        allowed = self.rule.STEPS * np.where(np.isfinite(noise.step), noise.step, 0.0)
+        allowed = self.rule.STEPS * np.where(noise.bends >= falls.CHANGES - 1, noise.step, 0.0)
         below = (level - allowed - value - lost) / unit
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / unit
         now, fours = _mean(scores, 4), range(min(falls._WITHIN, len(scores) - 3))
@@ -315,7 +314,8 @@ class _Falls:
         recovers = (rise > falls._RISES) | (
             now - lowest > falls._SHARE * np.maximum(level - now, 0.0) + falls._HEALS * unit
         )
-        recovers &= value > -falls._LOST * unit
+        usual = unit * np.where(noise.bend > 0, noise.bend / np.where(noise.bend > 0, noise.present, 1.0), 1.0)
+        recovers &= value > -falls._LOST * usual
         self.recovers = known & recovers
         halts = np.zeros(value.shape, bool)
         for index, (slack, most, _) in enumerate(self.rule.CUSUMS):

@@ -77,9 +77,10 @@ def test_liars_that_hide_a_fall_delay_the_halt_by_less_than_a_factor_of_two(rate
 # -- its arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def after(rounds: list[list[float]]) -> tuple[list[int], float]:
-    """The shares that are named after rounds of gains by share, and what the mean lost by them; NaN: not scored."""
-    shares, found = FallingShares(), ([], 0.0)
+def after(rounds: list[list[float]]) -> tuple[list[int], float, float]:
+    """The shares that are named after rounds of gains by share, what the mean lost by them, and what is added to it
+    for those left out; NaN: not scored."""
+    shares, found = FallingShares(), ([], 0.0, 0.0)
     for gains in rounds:
         shares = FallingShares.restore(json.loads(json.dumps(shares.state())))
         found = shares.judge({str(share): gain for share, gain in enumerate(gains) if not math.isnan(gain)})
@@ -96,12 +97,13 @@ def test_a_fall_of_all_shares_counts_and_one_of_two_of_eight_does_not():
     calm, everyone = noisy(levels, 40, 1), noisy([level - 1 for level in levels], 20, 2)
     two = noisy([level - (i in (3, 6)) for i, level in enumerate(levels)], 20, 3)
     assert after([*calm, *everyone])[1] < 0.05
-    named, lost = after([*calm, *two])
+    named, lost, moved = after([*calm, *two])
+    assert moved == 0.0
     assert named == [3, 6] and lost == pytest.approx(0.25, abs=0.1)  # 2 of 8, over the 6 that are left
 
 
 def test_with_fewer_than_four_shares_nothing_says_who_is_wrong():
-    assert after([*noisy([0.0] * 3, 20, 4), *noisy([0.0, 0.0, -9.0], 20, 5)]) == ([], 0.0)
+    assert after([*noisy([0.0] * 3, 20, 4), *noisy([0.0, 0.0, -9.0], 20, 5)]) == ([], 0.0, 0.0)
 
 
 def test_shares_that_are_missing_keep_what_is_known_of_them():

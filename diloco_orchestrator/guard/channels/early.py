@@ -58,8 +58,8 @@ class EarlyCollapse(Remembered):
     Stored state: 2 numbers per round with both metrics, none after 32 rounds.
     """
 
-    # Whether the first base may be left out: where training gained more from it to the next than in all rounds since,
-    # and gained in these, the first one had learnt little, and its score is the foot of a climb.
+    # Whether the first score may be left out: where it lies below the next three by more than their range, it is the
+    # foot of a climb, and says nothing of how far a score falls.
     LEAVES_OUT_FOOT: ClassVar[bool] = True
 
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
@@ -95,11 +95,12 @@ class EarlyCollapse(Remembered):
         held = scores[len(scores) - len(rows) :]
         lost = [-row[1] for row in rows]  # so that what training gains is a fall as well
         held_since, lost_since = _groups_since(held), _groups_since(lost)
-        foot = self.LEAVES_OUT_FOOT and len(lost) > 2 and lost[0] - lost[1] > lost[1] - lost[-1] > 0
-        first, fewest = (1, 4) if foot else (0, 1)  # fewer scores after the foot show no level
+        climbed = held[1:BEFORE]
+        foot = self.LEAVES_OUT_FOOT and bool(climbed) and min(climbed) - held[0] > max(climbed) - min(climbed)
         for between in range(BETWEEN + 1):
-            for end in range(len(rows) - between - GAINED[0], fewest - 1, -1):
-                window, later, rounds = slice(max(first, end - BEFORE), end), end + between, len(rows) - end - between
+            for end in range(len(rows) - between - GAINED[0], 0, -1):
+                first, later, rounds = max(0, end - BEFORE), end + between, len(rows) - end - between
+                window = slice(first + (foot and end == BEFORE), end)
                 if held[end - 1] <= held_since[later].high:
                     continue  # no fall, as `_compared` would find: most pairs
                 held_groups = _groups_since(held[window])[0], held_since[later]

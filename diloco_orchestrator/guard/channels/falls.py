@@ -27,6 +27,7 @@ CLIMB, STEEP, STILL, CLIMB_ERROR = 8, 4.0, 0.8, 0.55
 # Sigmas above the run's first score from which on a level is that of a climb: a share of the rounds until then lay far
 # below it, so that it is the best of fewer.
 CLIMBED, OF_A_CLIMB = 3.0, 8
+CHANGES = 4  # from one round to the next, the smallest of which is that of few items' answers
 _DEFAULT = 10.0
 _NAMES = ("slow fall", "fast fall")
 # Recovery, in sigmas: the last two scores above the two before; or the last four above the lowest four of twelve
@@ -174,7 +175,8 @@ class Falls(Remembered):
             return []
         below = (level.bound - self.allowed(noise) - scores[-1] - lost) / sigma
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / sigma
-        self.recovers = scores[-1] > -_LOST * sigma and (rise > _RISES or _heals(scores, level.bound, sigma))
+        usual = sigma * (noise.bend / noise.present() if noise.bend > 0 else 1.0)  # an explosion is no burst of noise
+        self.recovers = scores[-1] > -_LOST * usual and (rise > _RISES or _heals(scores, level.bound, sigma))
         for index, (slack, most, at_default) in enumerate(self.CUSUMS):
             limit = threshold / _DEFAULT * at_default
             total = max(0.0, self.sums[index] + weight * (min(max(below, -most), most) - slack))
@@ -210,8 +212,11 @@ class Falls(Remembered):
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
     def allowed(self, noise: Noise) -> float:
-        """By how much a score may lie below the best level and not count as fallen."""
-        return self.STEPS * (noise.step or 0.0)
+        """By how much a score may lie below the best level and not count as fallen: no more than few items' answers.
+
+        Three changes or fewer do not say how small a step can be.
+        """
+        return self.STEPS * (noise.step or 0.0) if noise.bends >= CHANGES - 1 else 0.0
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, value, threshold) of both CUSUM statistics, as the guard's verdict lists them."""

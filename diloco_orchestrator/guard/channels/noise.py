@@ -123,12 +123,13 @@ class Noise(Remembered):
         return min(max(factor * (self.windows[0] / self.windows[1]) + shift, 0.0), _RHO_MAX)
 
     def present(self) -> float:
-        """The mean size of second differences, as measured or as the last ones alone say, if that is far larger."""
+        """The mean size of second differences, as measured or, up to `_CLIP` times of it, as the last ones alone say."""
         number, times = self.BURST
-        if self.count < number + 2:
+        if len(self.last) < number + 2:
             return self.bend
         changes = [now - last for last, now in pairwise(self.last[-number - 2 :])]
-        return max(self.bend, median([abs(now - last) for last, now in pairwise(changes)]) / _MEDIAN / times)
+        bends = [abs(now - last) for last, now in pairwise(changes)]
+        return max(self.bend, min(median(bends) / _MEDIAN / times, _CLIP * self.bend))
 
     def sigma(self, bend: float = 0.0) -> float:
         """The long-run standard deviation of the series; 0.0 if not known. At least half of the smallest change.
