@@ -68,19 +68,18 @@ class Halts:
 class _Groups:
     """Twin of the groups of `guard.channels.early`: the last rounds before each end, and all rounds since each."""
 
-    def __init__(self, values: Array, foot: NDArray[np.bool_]) -> None:
-        """`foot`: where the first value is left out of the first group of `BEFORE` rounds."""
+    def __init__(self, values: Array, feet: dict[int, NDArray[np.bool_]]) -> None:
+        """`feet`: where the first value is left out of the group before each end."""
         runs, ends = values.shape[1], range(1, len(values) + 1)
         windows = [slice(max(0, end - early.BEFORE), end) for end in ends]
         moved = np.vstack([np.diff(values, axis=0) != 0, np.zeros((1, runs), int)])
         self.low = np.array([values[w].min(axis=0) for w in windows])
         self.range = np.array([np.ptp(values[w], axis=0) for w in windows])
         self.steps = np.array([moved[w][:-1].sum(axis=0) for w in windows])
-        if len(values) >= early.BEFORE:
-            climbed, last = values[1 : early.BEFORE], early.BEFORE - 1
-            self.low[last] = np.where(foot, climbed.min(axis=0), self.low[last])
-            self.range[last] = np.where(foot, np.ptp(climbed, axis=0), self.range[last])
-            self.steps[last] = np.where(foot, moved[1:last].sum(axis=0), self.steps[last])
+        for end, foot in feet.items():
+            self.low[end - 1] = np.where(foot, values[1:end].min(axis=0), self.low[end - 1])
+            self.range[end - 1] = np.where(foot, np.ptp(values[1:end], axis=0), self.range[end - 1])
+            self.steps[end - 1] = np.where(foot, moved[1 : end - 1].sum(axis=0), self.steps[end - 1])
         self.high_since = np.maximum.accumulate(values[::-1], axis=0)[::-1]
         self.range_since = self.high_since - np.minimum.accumulate(values[::-1], axis=0)[::-1]
         self.rise_since = np.maximum.accumulate((self.high_since - values)[::-1], axis=0)[::-1]
@@ -99,10 +98,10 @@ class _Groups:
 def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray[np.bool_]:
     """Twin of `guard.channels.early.EarlyCollapse`: where it halts after the last of these rounds."""
     c, (rounds, runs) = early, held.shape
-    climbed = held[: early.BEFORE][1:]
-    if not len(climbed):
-        return np.zeros(runs, bool)
-    foot = (climbed.min(axis=0) - held[0] > np.ptp(climbed, axis=0)) & rule.LEAVES_OUT_FOOT
+    foot = dict[int, NDArray[np.bool_]]()
+    for end in range(3, min(early.BEFORE, rounds) + 1) if rule.LEAVES_OUT_FOOT else ():
+        climbed = held[1:end]
+        foot[end] = (np.diff(climbed, axis=0) >= 0).all(axis=0) & (climbed[0] - held[0] > climbed[-1] - climbed[0])
     one, other, found = _Groups(held, foot), _Groups(-trained, foot), np.zeros(runs, bool)
     for between in range(c.BETWEEN + 1):
         for end in range(1, rounds - between - c.GAINED[0] + 1):

@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "c0c45789d2a1bb2f703e9d82843d7b64e98700e8034e31731207930f540fa610"
+GOLDEN = "e3936fbbccf004f148d30635b972fa6362919cc7ee500d1bc23b1f80a46588a6"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

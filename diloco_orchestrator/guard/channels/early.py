@@ -58,8 +58,8 @@ class EarlyCollapse(Remembered):
     Stored state: 2 numbers per round with both metrics, none after 32 rounds.
     """
 
-    # Whether the first score may be left out: where it lies below the next three by more than their range, it is the
-    # foot of a climb, and says nothing of how far a score falls.
+    # Whether the first score may be left out: where the next two or three rise, and the first rise is larger than the
+    # others together, it is the foot of a climb, and does not show what scores vary by.
     LEAVES_OUT_FOOT: ClassVar[bool] = True
 
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
@@ -95,12 +95,10 @@ class EarlyCollapse(Remembered):
         held = scores[len(scores) - len(rows) :]
         lost = [-row[1] for row in rows]  # so that what training gains is a fall as well
         held_since, lost_since = _groups_since(held), _groups_since(lost)
-        climbed = held[1:BEFORE]
-        foot = self.LEAVES_OUT_FOOT and bool(climbed) and min(climbed) - held[0] > max(climbed) - min(climbed)
         for between in range(BETWEEN + 1):
             for end in range(len(rows) - between - GAINED[0], 0, -1):
                 first, later, rounds = max(0, end - BEFORE), end + between, len(rows) - end - between
-                window = slice(first + (foot and end == BEFORE), end)
+                window = slice(first + (self.LEAVES_OUT_FOOT and _has_foot(held[:end])), end)
                 if held[end - 1] <= held_since[later].high:
                     continue  # no fall, as `_compared` would find: most pairs
                 held_groups = _groups_since(held[window])[0], held_since[later]
@@ -236,6 +234,14 @@ class _Group:
 
 
 _Groups = tuple[_Group, _Group]  # before a fall, and since
+
+
+def _has_foot(scores: Sequence[float]) -> bool:
+    """Whether the first scores of a run, three to `BEFORE`, rise, and most of it in the first round."""
+    if not 3 <= len(scores) <= BEFORE:
+        return False
+    first, *climbed = scores
+    return climbed == sorted(climbed) and climbed[0] - first > climbed[-1] - climbed[0]
 
 
 def _groups_since(values: Sequence[float]) -> list[_Group]:
