@@ -60,6 +60,17 @@ def test_a_real_hack_in_the_first_rounds_halts_and_names_the_model_before_it():
     assert halted(*HONEST)[0] == 0
 
 
+def test_the_foot_of_a_climb_does_not_hide_a_fall_right_after_it():
+    """Two real runs: a reward with a loophole from round 3 on, and a curriculum whose held-out items come later."""
+    held = [0.630, 0.843, 0.860, 0.869, 0.785, 0.771, 0.757, 0.7533, *[0.753] * 8]
+    trained = [0.662, 0.847, 0.863, 0.948, *[1.0] * 12]
+    round_, verdict = halted(held, trained)
+    assert round_ == 9 and verdict.rollback_to == 3
+    held = [-5.593, -3.783, -4.469, -5.075, -5.729, -6.041, -6.362, -6.570, -6.633, -6.503, -6.476, -6.351]
+    trained = [-5.34, -2.74, -2.13, -1.77, -1.52, -1.39, -1.34, -1.29, -1.24, -1.27, -1.21, -1.17]
+    assert halted(held, trained)[0] == 0
+
+
 @pytest.mark.parametrize("after", [1, 2, 3, 5, 8, 10, 16])
 def test_a_hack_halts_within_seven_rounds_and_goes_back_to_the_best_model_before_it(after):
     held, trained = collapse(after, fall=0.2, gain=0.5)

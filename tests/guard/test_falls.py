@@ -8,8 +8,10 @@ import pytest
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
+from diloco_orchestrator.guard.channels.falls import BestLevel
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.sequential_v3 import BestOfAll
 
 
 def folded(held: list[float], trained: list[float] | None = None, **fields: float) -> tuple[int, Verdict]:
@@ -46,6 +48,37 @@ def test_a_model_that_exploded_halts_though_its_loss_halves_every_three_rounds(s
     for seed in range(3):
         levels = [-0.7 + 0.015 * min(t, 23) - size * 0.8 ** max(t - 23, 0) * (t >= 23) for t in range(46)]
         assert 23 < folded(noisy(levels, 0.002, seed))[0] <= 30
+
+
+def test_a_level_of_a_burst_of_noise_is_none_to_fall_from():
+    """Noise of five times the size in 20 of 100 rounds; the rule before halts five of these eight."""
+    halts = []
+    for seed in range(8):
+        rng = random.Random(f"burst {seed}")
+        halts.append(folded([rng.gauss(0, 5.0 if 30 <= t < 50 else 1.0) for t in range(90)])[0])
+    assert sum(at > 0 for at in halts) <= 1
+
+
+def test_a_few_answers_of_fixed_items_are_no_fall():
+    """Of 64 items, 40 are right and later 37 or 20; one changes now and then."""
+    level = [40 + (t % 3 == 0) for t in range(60)]
+    assert not folded([(each - 3 * (t >= 30)) / 64 for t, each in enumerate(level)])[0]
+    assert 30 < folded([(each - 20 * (t >= 30)) / 64 for t, each in enumerate(level)])[0] <= 38
+
+
+@pytest.mark.parametrize(("height", "higher"), [(50, True), (0, False)])
+def test_a_level_at_the_end_of_a_climb_is_the_best_of_few_rounds(height, higher):
+    """By half a sigma higher than as the best of all rounds 64 rounds later; on a plateau it is the best of all."""
+    noise, every = Noise(), [BestLevel(), BestOfAll()]
+    levels = [height * (1 - math.exp(-min(t, 16) / 8)) - 5.0 * (t > 16) for t in range(80)]
+    held = noisy(levels, 1.0, 1)
+    for model in range(len(held)):
+        noise.add(held[model] - held[0])
+        for best in every:
+            best.learn(model, noise.last, noise)
+    now, before = (best.level(noise) for best in every)
+    assert now and before and (now.bound - before.bound > noise.sigma() / 2) == higher
+    assert higher or now.bound == pytest.approx(before.bound, abs=noise.sigma() / 10)
 
 
 @pytest.mark.parametrize("chance", [0.01, pytest.param(0.05, marks=pytest.mark.slow)])

@@ -102,6 +102,16 @@ def test_a_fall_of_all_shares_counts_and_one_of_two_of_eight_does_not():
     assert named == [3, 6] and lost == pytest.approx(0.25, abs=0.1)  # 2 of 8, over the 6 that are left
 
 
+def test_shares_that_rise_or_vary_most_are_left_out_of_the_mean():
+    levels = [0.1 * i for i in range(8)]
+    calm = noisy(levels, 40, 1)
+    up = noisy([level + (i in (3, 6)) for i, level in enumerate(levels)], 20, 2)
+    assert after([*calm, *up])[2] == pytest.approx(-0.25, abs=0.1)  # they raised the mean by two eighths
+    assert abs(after([*calm, *noisy(levels, 20, 3)])[2]) < 0.05
+    swings = [[g + (-1) ** t * (i in (3, 6)) for i, g in enumerate(row)] for t, row in enumerate(noisy(levels, 20, 4))]
+    assert after([*calm, *swings])[2] == pytest.approx(0.25, abs=0.1)  # in the last round both are down
+
+
 def test_with_fewer_than_four_shares_nothing_says_who_is_wrong():
     assert after([*noisy([0.0] * 3, 20, 4), *noisy([0.0, 0.0, -9.0], 20, 5)]) == ([], 0.0, 0.0)
 
