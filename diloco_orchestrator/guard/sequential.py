@@ -46,7 +46,7 @@ class SequentialGuard(GuardRule):
     vault_share: ClassVar[float] = 0.25  # of a fall of the held-out score, that the confirmation set must show
 
     min_steps: int = 20  # models before a Hacking Gap or drift above its budget may fire
-    threshold: float = 10.0  # of the Hacking Gap, in sigmas added up over rounds; those of falls are .6 of it
+    threshold: float = 10.0  # of the Hacking Gap, in sigmas added up over rounds; those of falls are about half of it
     gap_sigmas: float | None = 5.0  # gap of training over held-out that is no reason to halt; None: no gap is one
     kl_hard_stop: float = 0.08  # nats per token, token mean
     pause_after: int = 5  # inconclusive rounds in a row

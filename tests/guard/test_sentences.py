@@ -81,6 +81,9 @@ def test_what_an_early_collapse_says_is_what_the_series_say(found):
         ratios = []
         for end in range(max(after - 2, 1), after + 2):
             before = held[max(0, end - 4) : end]
+            climbed = before[1:]
+            if 3 <= end <= 4 and climbed == sorted(climbed) and climbed[0] - before[0] > climbed[-1] - climbed[0]:
+                before = climbed  # without the foot of a climb
             rise = max(y - x for i, x in enumerate(later) for y in later[i:])
             width = max(max(before) - min(before), rise) or max(later) - min(later)
             ratios.append((min(before) - max(later)) / width)
