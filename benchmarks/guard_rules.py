@@ -434,23 +434,21 @@ class _Shares:
         distance = self.gains[t] - np.nansum(self.gains[t], axis=0) / number
         known = np.where(np.isnan(self.usual), distance, self.usual)
         above, new, few = distance - known, outliers._NEW, number // outliers._LIARS
-        unit = np.where((self.spread > 0) & self.rule.LEAVES_OUT, self.spread, np.inf)
-        far = np.maximum(self.drift / outliers._RISEN, (self.away - np.abs(self.drift)) / outliers._WILD) / unit
-        out = there & (_rank(np.where(there, -far, np.inf)) < few) & (far > 1)
-        moved: Array = np.where(there & ~out, above, 0.0).sum(axis=0) / (number - out.sum(axis=0))
-        moved = np.where(out.any(axis=0), moved, 0.0)
-        above = above - moved
         middle = (np.median if there.all() else np.nanmedian)(np.abs(above), axis=0)  # the first is faster
         above = np.where(there, above, 0.0)
         self.spread = self.spread + max(1 / (t + 1), new) * (middle - self.spread)
         self.drift = np.where(there, (1 - new) * self.drift + new * above, self.drift)
         away = self.away + max(1 / (t + 1), new) * (np.abs(above) - self.away)
         self.away = np.where(there, away, self.away)
+        unit = np.where((self.spread > 0) & self.rule.LEAVES_OUT, self.spread, np.inf)
+        far = np.maximum(self.drift / outliers._RISEN, (self.away - np.abs(self.drift)) / outliers._WILD) / unit
+        out = there & (_rank(np.where(there, -far, np.inf)) < few) & (far > 1)
         lowest = there & (_rank(np.where(there, self.drift, np.inf)) < few)
         fallen = lowest & (self.drift < -outliers._DRIFTED * self.spread) & ~out
         learnt = known + max(1 / (t + 1), 1 / outliers._MEMORY) * above
         self.usual = np.where(there & ~fallen & ~out, learnt, self.usual)
-        lost: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - (fallen | out).sum(axis=0))
+        lost: Array = np.where(fallen, np.maximum(0.0, -above), 0.0).sum(axis=0) / (number - fallen.sum(axis=0))
+        moved: Array = -np.where(out, above, 0.0).sum(axis=0) / (number - out.sum(axis=0))
         return lost, moved
 
 

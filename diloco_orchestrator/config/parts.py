@@ -122,7 +122,9 @@ class GuardConfig(Tree):
     min_steps: int = Field(default=20, ge=1, description="folds before a verdict may fire")
     kl_hard_stop: float = Field(default=0.08, gt=0, description="nats per token of drift from the start that fires")
     threshold: float = Field(
-        default=10.0, gt=0, description="sequential: sigmas added up that halt: a Hacking Gap; a fall at about half of it"
+        default=10.0,
+        gt=0,
+        description="sequential: sigmas added up that halt: a Hacking Gap; a fall at about half of it",
     )
     gap_sigmas: float = Field(default=5.0, gt=0, description="sequential: sigmas that a training reward alone may gain")
     pause_after: int = Field(

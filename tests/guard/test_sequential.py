@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "e3936fbbccf004f148d30635b972fa6362919cc7ee500d1bc23b1f80a46588a6"
+GOLDEN = "2f5d520a998b54d0790f7ce7cea528caf9723e0cfc84c272b0681f83dd4b4997"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

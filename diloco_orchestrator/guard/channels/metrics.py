@@ -141,7 +141,9 @@ class MetricChannels(RememberedTogether):
         if level is None or not sigma > 0:
             return "waits for a held-out score that varies, to know its noise"
         slack, _, limit = self.falls.CUSUMS[0]
-        worse = level.mean - level.bound + self.falls.allowed(self.noise) + (slack + threshold / 10 * limit / 15) * sigma
+        worse = (
+            level.mean - level.bound + self.falls.allowed(self.noise) + (slack + threshold / 10 * limit / 15) * sigma
+        )
         return (
             f"would halt within 15 rounds of a held-out score that stays {worse:.2g} worse than its best level, that "
             f"of rounds {level.last - level.rounds + 1} to {level.last} (noise {sigma:.2g})"

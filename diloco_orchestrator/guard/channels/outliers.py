@@ -21,8 +21,8 @@ _LIARS = 4  # one share of so many may be wrong
 # slow hack is halted 3 rounds later), and lies of two replicas of eight then halt less than once in 1000 rounds.
 _DRIFTED, _NAMED = 0.9, 1.7
 # Spreads of one round by which a share must have drifted up, or be away from its usual distance in the mean of some 10
-# rounds without its drift, to be left out: an honest share is away by 1.2 of them.
-_RISEN, _WILD = 1.6, 1.5
+# rounds without its drift, to be left out: an honest share by .8 of them.
+_RISEN, _WILD = 1.2, 1.3
 
 
 @dataclass
@@ -52,19 +52,15 @@ class FallingShares(Remembered):
         shares = sorted(gains)
         if not shares:
             return [], 0.0, 0.0
-        left_out = self._left_out(shares)
         mean = added([gains[share] for share in shares]) / len(shares)
         above = {share: (gains[share] - mean) - self.usual.get(share, gains[share] - mean) for share in shares}
-        moved = 0.0
-        if left_out:  # the others are compared with their own mean
-            moved = added([above[share] for share in shares if share not in left_out]) / (len(shares) - len(left_out))
-            above = {share: value - moved for share, value in above.items()}
         self.count += 1
         self.spread += max(1 / self.count, _NEW) * (median([abs(above[share]) for share in shares]) - self.spread)
         for share in shares:
             self.drift[share] = (1 - _NEW) * self.drift.get(share, 0.0) + _NEW * above[share]
             away = self.away.get(share, 0.0)
             self.away[share] = away + max(1 / self.count, _NEW) * (abs(above[share]) - away)
+        left_out = self._left_out(shares)
         lowest = sorted(shares, key=lambda share: (self.drift[share], share))[: len(shares) // _LIARS]
         fallen = [share for share in lowest if self.drift[share] < -_DRIFTED * self.spread and share not in left_out]
         for share in shares:
@@ -73,15 +69,16 @@ class FallingShares(Remembered):
                 self.usual[share] = known + max(1 / self.count, 1 / _MEMORY) * above[share]
         lost = added([max(0.0, -above[share]) for share in fallen])
         named = sorted(int(share) for share in fallen if self.drift[share] < -_NAMED * self.spread)
-        return named, lost / (len(shares) - len(fallen) - len(left_out)), moved
+        moved = -added([above[share] for share in left_out]) / (len(shares) - len(left_out)) if left_out else 0.0
+        return named, lost / (len(shares) - len(fallen)), moved
 
     def _left_out(self, shares: Sequence[str]) -> list[str]:
-        """The shares, at most a quarter, that had drifted up or varied far more than the others by the round before."""
+        """The shares, at most a quarter, that have drifted up or vary far more than the others, the furthest first."""
         if not self.LEAVES_OUT or not self.spread > 0:
             return []
         far = {}
         for share in shares:
-            drift, away = self.drift.get(share, 0.0), self.away.get(share, 0.0)
+            drift, away = self.drift[share], self.away[share]
             far[share] = max(drift / (_RISEN * self.spread), (away - abs(drift)) / (_WILD * self.spread))
         furthest = sorted(shares, key=lambda share: (-far[share], share))[: len(shares) // _LIARS]
         return [share for share in furthest if far[share] > 1]
