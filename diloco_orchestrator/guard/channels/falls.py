@@ -132,7 +132,7 @@ class Falls(Remembered):
     """Two CUSUM statistics of how far the held-out score is below its best level. Stored state: 6 numbers."""
 
     # Slack, most that one round counts, threshold (at the setting's default of 10): the first finds small falls, and
-    # big ones after 6 rounds; the second those that still go on after 5, which is what a hack does and a spike does not.
+    # big ones after 6 rounds; the second those that still go on after 5, as a hack does and a spike does not.
     CUSUMS: ClassVar = ((0.35, 1.4, 5.3), (0.5, 1.85, 5.45))
     STEPS: ClassVar = 3.0  # smallest changes between two rounds, that are no fall: answers of some items
 

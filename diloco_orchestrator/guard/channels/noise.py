@@ -123,7 +123,7 @@ class Noise(Remembered):
         return min(max(factor * (self.windows[0] / self.windows[1]) + shift, 0.0), _RHO_MAX)
 
     def present(self) -> float:
-        """The mean size of second differences, as measured or, up to `_CLIP` times of it, as the last ones alone say."""
+        """The mean size of second differences: as measured or, up to `_CLIP` times of that, as the last ones say."""
         number, times = self.BURST
         if len(self.last) < number + 2:
             return self.bend
