@@ -150,7 +150,7 @@ def cells() -> Iterator[Cell]:
             )
     for case in FLEETS:
         for fault in ("", *BOTH_MOVE):
-            yield Cell("fleet", case, lambda r, n, c=case, f=fault: _fleet(r, FLEETS[c], f, n), 0.5, 0.02, fault, 0.4)
+            yield Cell("fleet", case, lambda r, n, c=case, f=fault: _fleet(r, FLEETS[c], f, n), 0.5, 0.02, fault)
     for rounds in SIZES:
         for phi in (0.0, 0.5):
             yield Cell("size", f"{rounds}", lambda r, n, t=rounds, p=phi: _drop(r, t, p, n), phi, 0.0, "drop", 0.5)
