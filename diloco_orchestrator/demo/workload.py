@@ -54,8 +54,10 @@ def build_model() -> nn.Module:
 
 def token_losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """The cross-entropy in nats of every byte but the first: (B, T) float32. `windows`: (B, T + 1) int64."""
-    logits = model(input_ids=windows[:, :-1]).logits  # (B, T, 256)
-    return nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
+    logits, next_bytes = model(input_ids=windows[:, :-1]).logits, windows[:, 1:]  # (B, T, 256), (B, T)
+    # Classes last: over a transposed view torch takes a third of the whole step's time more.
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), next_bytes.flatten(), reduction="none")
+    return losses.view_as(next_bytes)
 
 
 def score(model: nn.Module, items: Sequence[str]) -> list[float]:
