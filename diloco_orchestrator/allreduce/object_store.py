@@ -141,7 +141,13 @@ class ObjectStoreAllReduce:
         pairs = [dealers(round_id, index, self.world_size) for index in range(len(shards))]
         key = keys.reduced(round_id, self.rank)
         reducing = ScatterReduce(
-            *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
+            self._store,
+            self._clock,
+            ThreadBackground(),
+            self._stamp,
+            round_id,
+            self.rank,
+            pairs,
             write=lambda record: self._store.create(key, record.to_bytes()),
             codec=average_codec_of(self._codec) or EXACT,
         )

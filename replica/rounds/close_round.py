@@ -62,7 +62,11 @@ class RoundCloser:
         self._checks = Checks(attempt, tip, self.work)
         self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
         self._received = ReceivedResponses(
-            *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
+            attempt.store,
+            attempt.background,
+            requests.payloads,
+            attempt.authors,
+            self._checks.dealt,
             attempt.owners,
         )
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near

@@ -154,7 +154,10 @@ class Contributor:
             if existing.write_id != manifest.write_id:
                 log.warning(
                     "round %d: attempt %d of this replica contributed first; attempt %d drops its own %d inner steps",
-                    *(round_, existing.attempt, attempt.number, fields.steps),
+                    round_,
+                    existing.attempt,
+                    attempt.number,
+                    fields.steps,
                 )
             manifest = existing
         self.own = manifest
