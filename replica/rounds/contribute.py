@@ -240,8 +240,13 @@ class Contributor:
 
     def recover_carry(self) -> None:
         """Drop unaveraged work that was trained from a wrong base. Called after a rebuild gave the base other bits."""
-        what = self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right
-        self._debt.recover(*what, self._before_this_leg())
+        self._debt.recover(
+            self._tip.closed_rounds,
+            self.history.of,
+            self._tip.commit_of,
+            self._claims.is_right,
+            self._before_this_leg(),
+        )
 
     def _before_this_leg(self) -> Iterator[tuple[Contribution, bool]]:
         """(manifest of this replica, whether it was averaged) of the rounds before the last resume, newest first.
