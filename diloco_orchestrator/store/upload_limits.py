@@ -6,9 +6,10 @@ follows from the number of bytes and from how fast the latest ones went.
 """
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from diloco_orchestrator.clock import SystemClock
 
 LEAST_S = 30.0
 SLOWEST = 75_000.0  # bytes a second of one request; .6 Mb/s
@@ -20,6 +21,7 @@ class UploadLimits:
     """Time limits of one process's writes to one store. Thread-safe: a race costs one observation of the speed."""
 
     def __init__(self) -> None:
+        self._clock = SystemClock()
         self._rate = SLOWEST  # bytes a second of the latest large writes
 
     def limit_s(self, size: int) -> float:
@@ -36,13 +38,13 @@ class UploadLimits:
 
         After a write that failed at its limit others get more time.
         """
-        limit_s, began = self.limit_s(size), time.monotonic()
+        limit_s, began = self.limit_s(size), self._clock.now()
         try:
             yield limit_s
-        except Exception:
-            if time.monotonic() - began >= limit_s:
+        except Exception:  # clients' kinds share no base
+            if self._clock.now() - began >= limit_s:
                 self._rate = max(SLOWEST, self._rate / _SLOWER)
             raise
         if size >= _LARGE:
-            seen = size / max(time.monotonic() - began, 1e-3)
+            seen = size / max(self._clock.now() - began, 1e-3)
             self._rate = max(SLOWEST, min(seen, (self._rate + seen) / 2))
