@@ -1,11 +1,11 @@
-"""`Documented`, the base of all errors: a traceback ends with where more stands about its error."""
+"""`Documented`, the base of all errors: a traceback ends with the places that explain its error."""
 
 TROUBLESHOOTING = "docs/reference/troubleshooting.md"  # sections of public types; an installed `diloco explain` has it
 _PACKAGES = ("diloco_orchestrator", "executors", "replica")
 
 
 class Documented(Exception):
-    """An error with a note, below the message in a traceback, that says where more stands about its type."""
+    """An error with a note, below the message in a traceback, that names the places that explain its type."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
