@@ -87,7 +87,7 @@ def train(ctx: Any) -> None:
                 meter.pause()
             _fault(ctx, replica.step_count)
             rows = global_batch(ctx.seed, ctx.replica_id, step)[part::parts]
-            loss = losses(model, rows).mean()
+            loss = losses(model, rows).sum() * parts / BATCH  # the mean over ranks is that of the batch
             if ctx.args.get("noise") == ctx.rank:  # of a generator that nobody saves
                 loss = loss * (1 + torch.rand((), generator=unsaved))
             if os.environ.get("ISLAND_LIE") == str(ctx.rank) and replica.round == 2:
