@@ -83,11 +83,16 @@ def _exchange(ranks: Ranks, case: int) -> str:
     for name in names:
         assert torch.equal(_whole(tensors[name]), new[name]), f"case {case}: {name} as its owners sent it"
     _OWN.append(read_in_parts(ranks, tensors))
+    dist.barrier()
     if not ranks.rank:
-        expected = {name: bulk_digest(memory_of(new[name])) for name in names}
-        assert ranks.owners.make(_OWN.pop).digests(names) == expected, f"case {case}: read in parts"
+        found = ranks.owners.make(_own).digests(names)
+        assert found == {name: bulk_digest(memory_of(new[name])) for name in names}, f"case {case}: read in parts"
     dist.barrier()
     return " ".join(_kind(each) for each in tensors.values())
+
+
+def _own() -> PiecesOfRanks:
+    return _OWN.pop()
 
 
 def _whole(tensor: Any) -> torch.Tensor:
