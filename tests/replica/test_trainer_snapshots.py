@@ -257,11 +257,9 @@ def test_the_adapter_file_is_the_one_that_peft_writes(kind: str, tmp_path: Path,
 
 def test_a_sharded_prompt_is_stored_as_its_embedding_and_one_of_layers_is_refused(tmp_path: Path, base: str):
     """PEFT would compute the prompt by its sharded layers, in one rank alone."""
-    dist = pytest.importorskip("torch.distributed")
-    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        mesh = pytest.importorskip("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (1,))
         for kind in ("prompt", "prefix"):
             model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), KINDS[kind])
             fully_shard(model.prompt_encoder["default"], mesh=mesh)
