@@ -193,9 +193,11 @@ def test_a_helper_that_outlived_its_replica_is_not_adopted(executor, tmp_path):
     with pytest.raises(BrokenProcessPool):
         in_processes(launch_and_die, (str(tmp_path / "executor"), str(tmp_path / "unused"), code))
     until(lambda: marker.exists() and marker.read_text(), "the replica has started its helper")
-    until(lambda: is_gone(int(marker.read_text())), "the replica ends")
+    replica = int(marker.read_text())
+    until(lambda: is_gone(replica), "the replica ends")
     handle = executor.launch(request("print('launched anew')"))
     ended(executor, handle)
+    os.killpg(replica, signal.SIGKILL)  # the helper, which is of the replica's group and ran all along
     assert "launched anew" in list(executor.logs(handle))
 
 
