@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from real_runs import Strike, digests, launcher, reader_of, wait_for
 
-from diloco_orchestrator import CollapseStopError, RunReader, launch
+from diloco_orchestrator import CollapseStopError, Run, RunReader, RunResult, launch
 from diloco_orchestrator.clock import ThreadBackground
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied
 from diloco_orchestrator.protocol import keys
@@ -46,9 +46,9 @@ def test_the_same_seed_gives_the_same_digests(start, tmp_path):
 def test_what_replicas_print_and_how_they_ended_is_in_the_bucket(finished):
     store = open_store(str(finished.folder))
     assert "round 1: committed by" in store.get(keys.log_text(0, 1)).decode()
-    assert any("round 1: committed by" in line for line in finished.run.logs(1))
+    assert any("round 3: committed by" in line for line in finished.run.logs(1))
     reader = RunReader(store)
-    claim, ended = reader.attempts.claim(0, 1), reader.attempts.exit(0, 1)
+    claim, ended = reader.attempts.claim(1, 2), reader.attempts.exit(1, 2)
     assert claim is not None and claim.versions["torch"] and claim.threads >= 1
     assert ended is not None and (ended.code, ended.reason, ended.error) == (0, "the run ended", None)
 
@@ -63,21 +63,27 @@ def test_a_run_goes_on_without_the_process_that_launched_it(executor, tmp_path):
 # -- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1], marks=pytest.mark.slow)], ids=["one", "all at once"])
-def test_killed_replicas_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(
-    start, tmp_path, victims, undisturbed
+def test_a_killed_replica_is_relaunched_and_the_run_ends_with_the_undisturbed_bits(finished, undisturbed):
+    check_survived(finished.run, finished.result, finished.folder, [1], undisturbed)
+
+
+@pytest.mark.slow
+def test_replicas_killed_all_at_once_are_relaunched_and_the_run_ends_with_the_undisturbed_bits(
+    start, tmp_path, undisturbed
 ):
-    """kill -9 in the middle of round 2, of one replica or of all."""
-    strike = Strike(tmp_path, victims, signal.SIGKILL)
-    run = start("train_holding", args={"folder": str(tmp_path), "hold": victims})
+    strike = Strike(tmp_path, [0, 1], signal.SIGKILL)
+    run = start("train_holding", args={"folder": str(tmp_path), "hold": [0, 1]})
     result = run.wait(on_poll=strike)
-    assert strike.done and result.status == "completed"
-    assert [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
-    assert digests(tmp_path / "bucket") == undisturbed
+    assert strike.done
+    check_survived(run, result, tmp_path / "bucket", [0, 1], undisturbed)
+
+
+def check_survived(run: Run, result: RunResult, folder: Path, killed: list[int], undisturbed: list[str]) -> None:
+    assert result.status == "completed" and [row.contributors for row in result.metrics[:3]] == [[0, 1]] * 3
+    assert digests(folder) == undisturbed
     attempts = {r.replica_id: r.attempt for r in run.status().replicas}
-    assert attempts == {i: 2 if i in victims else 1 for i in (0, 1)}
-    commits = reader_of(tmp_path / "bucket").commits()
-    assert [o.steps for c in commits[:3] for a in c.answers for o in a.origins] == [3] * 6
+    assert attempts == {i: 2 if i in killed else 1 for i in (0, 1)}
+    assert [o.steps for c in reader_of(folder).commits()[:3] for a in c.answers for o in a.origins] == [3] * 6
 
 
 @pytest.mark.slow

@@ -61,9 +61,9 @@ def data_of(ctx: ReplicaContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # -- workloads for `launch` -------------------------------------------------------------------------------------------
 
 
-def train(ctx: ReplicaContext) -> None:
+def train(ctx: ReplicaContext, model: torch.nn.Module | None = None) -> None:
     """A healthy run. `args["pause_s"]` stretches every inner step."""
-    model = mlp()
+    model = model or mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(ctx.args.get("lr", 0.01)))  # type: ignore[arg-type]
     pause_s = float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     with attach(ctx, model, optimizer) as replica:
