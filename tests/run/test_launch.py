@@ -6,20 +6,21 @@ import re
 import signal
 import subprocess
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_runs import Strike, digests, launcher, reader_of, wait_for
+from real_runs import FAST, Strike, digests, launcher, reader_of, wait_for
 
-from diloco_orchestrator import CollapseStopError, Run, RunReader, RunResult, launch
+from diloco_orchestrator import CollapseStopError, LocalProcessExecutor, Run, RunReader, RunResult, launch
 from diloco_orchestrator.clock import ThreadBackground
 from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, StoreDenied
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.open_store import open_store
+from executors import LaunchRequest, ReplicaHandle
 
 # -- healthy runs -----------------------------------------------------------------------------------------------------
 
@@ -119,8 +120,17 @@ def test_an_error_that_stays_fails_the_run_with_the_users_own_traceback(start):
     assert status.state == "failed" and status.outer_step == 1 and 1 in status.snapshots
 
 
-def test_the_last_lines_of_a_replica_that_died_without_a_word_are_told(start):
-    run = start("train_dying_without_a_word", replicas=1, retry={"max_errors": 0})
+class DyingReplicas(LocalProcessExecutor):
+    """Starts processes that end as by a crash in native code: something is printed, then the process is gone."""
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        code = "import os; print('the cause: CUDA error 700', flush=True); os.kill(os.getpid(), 11)"
+        return super().launch(replace(request, command=["python", "-c", code]))
+
+
+def test_the_last_lines_of_a_replica_that_died_without_a_word_are_told(tmp_path):
+    executor, settings = DyingReplicas(tmp_path / "executor"), {**FAST, "retry": {"max_errors": 0}}
+    run = launch("tiny_workloads:train", store=str(tmp_path / "bucket"), executor=executor, replicas=1, **settings)
     with pytest.raises(RunFailed, match=r"(?s)killed by SIGSEGV.*the cause: CUDA error 700"):
         run.wait()
 

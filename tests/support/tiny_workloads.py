@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -189,12 +188,6 @@ def train_leaving_early(ctx: ReplicaContext) -> None:
         for batch in replica.batches(data_of(ctx)):
             inner_step(model, optimizer, batch)
             break
-
-
-def train_dying_without_a_word(ctx: ReplicaContext) -> None:
-    """As a crash in native code: something is printed, then the process is gone."""
-    print("the cause: CUDA error 700", flush=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def train_telling_secrets(ctx: ReplicaContext) -> None:
