@@ -131,7 +131,9 @@ class ReplicaCallback(TrainerCallback):
             log.info(
                 "the train dataset is dealt over the %d replicas, batch by batch: this one takes batches %d, %d, ... "
                 "If the dataset is this replica's part already, pass shard=False.",
-                *(ctx.replicas, ctx.replica_id, ctx.replica_id + ctx.replicas),
+                ctx.replicas,
+                ctx.replica_id,
+                ctx.replica_id + ctx.replicas,
             )
         if self._shard:
             ranks = list(map(ctx._attempt.config.ranks_of, range(ctx.replicas)))

@@ -96,7 +96,8 @@ class AttachedModel:
             log.warning(
                 "%d trainable parameters, %r the first, are in no optimizer given to attach. If another one trains "
                 "them, attach it too, as in attach(model, [one, other]), so that its state is saved.",
-                *(len(left), left[0]),
+                len(left),
+                left[0],
             )
 
     def check_unchanged(self) -> None:

@@ -224,12 +224,10 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         ("raise", 1, "rank 1 of 2: RuntimeError", "planted"),
         ("memory", 1, "rank 1 of 2: RuntimeError", "can't allocate memory: you tried to allocate 4294967296 bytes"),
         pytest.param(
-            *(
-                "memory of the group",
-                1,
-                r"rank 1 of 2 was killed by signal 9 \(SIGKILL, as the kernel",
-                "rank 0 ended too",
-            ),
+            "memory of the group",
+            1,
+            r"rank 1 of 2 was killed by signal 9 \(SIGKILL, as the kernel",
+            "rank 0 ended too",
             marks=pytest.mark.skipif(memory_group() is None, reason="no memory cgroup can be made here"),
         ),
         ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s", "the stacks of rank 1"),
