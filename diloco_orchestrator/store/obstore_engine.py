@@ -65,6 +65,19 @@ _NO_CREDENTIALS = (
     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
     "GOOGLE_SKIP_SIGNATURE=true or AZURE_SKIP_SIGNATURE=true."
 )
+# Why a request did not reach a server, by names in the part of obstore's errors that is for programmers.
+_BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
+    (
+        r"InvalidCertificate",
+        StoreDenied,
+        "The server's certificate is for another name, has ended, or is signed by nobody whom this machine trusts: "
+        "name a file with the certificates of a company, or of a server of your own, in SSL_CERT_FILE.",
+    ),
+    (r"InvalidMessage|InvalidContentType", StoreDenied, "The server speaks no TLS there: is its address http://?"),
+    (r'"dns error"', StoreUnavailable, "The server's name is not known: check the endpoint, and this machine's DNS."),
+    (r"kind: ConnectionRefused", StoreUnavailable, "Nothing listens there: check endpoint, port and server."),
+    (r"kind: ConnectionReset|IncompleteMessage", StoreUnavailable, "The server ended the connection."),
+)
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
@@ -245,7 +258,8 @@ class ObstoreEngine:
             raise self._translated(error, key, verb) from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
-        text = str(error).split("\n\nDebug source", 1)[0].strip()
+        text, _, source = str(error).partition("\n\nDebug source")
+        text = text.strip()
         code = _CODE.search(text)
         if _FOREIGN.search(text):
             return StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}")
@@ -269,6 +283,9 @@ class ObstoreEngine:
             return StoreUnavailable(f"{what} The service that gives out credentials cannot be reached.")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")
+        for pattern, kind, remedy in _BY_SOURCE:
+            if "token request" not in text and re.search(pattern, source):
+                return kind(f"{what} {remedy}")
         for pattern, kind, remedy in _BY_TEXT:
             if re.search(pattern, text, re.IGNORECASE):
                 return kind(f"{what} {remedy}".rstrip())

@@ -212,9 +212,10 @@ def _client(session: Any, endpoint: str | None, anonymous: bool, **more: str) ->
         s3={"payload_signing_enabled": not _is_tls(endpoint)},
         **({"signature_version": UNSIGNED} if anonymous else more),
     )
-    return session.client(
-        "s3", endpoint_url=endpoint, region_name=session.region_name or _DEFAULT_REGION, config=config
-    )
+    # The file in which obstore looks for certificates; boto3 knows a name of its own alone.
+    trusted = None if os.environ.get("AWS_CA_BUNDLE") else os.environ.get("SSL_CERT_FILE")
+    region = session.region_name or _DEFAULT_REGION
+    return session.client("s3", endpoint_url=endpoint, region_name=region, config=config, verify=trusted)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
