@@ -87,7 +87,7 @@ def adapter_folder(
 
 
 def _prompt_in_ranks(config: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What PEFT stores of a learned prompt that is sharded, by name in the file; empty for any other adapter.
+    """The tensor of a learned prompt that is sharded, by its name in the file; empty for any other adapter.
 
     PEFT computes it, and in one rank a sharded layer waits for the others without end. A prompt without layers is its
     embedding; raises `ConfigError` for another.
