@@ -132,7 +132,8 @@ def _torch(has_gpu: bool, wanted: bool) -> Finding:
         return Finding("torch", False, f"{_NO_TORCH}: {error}", todo)
     words = f"torch {torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
     if not has_gpu and not wanted:
-        return Finding("torch", True, f"{words}, {torch.get_num_threads()} threads")
+        apples = "; it sees Apple's GPU (MPS)" if torch.backends.mps.is_available() else ""
+        return Finding("torch", True, f"{words}, {torch.get_num_threads()} threads{apples}")
     if not torch.cuda.is_available():
         todo = "Use an image whose torch is built for the CUDA version that this driver has (pytorch/pytorch:…-cuda…)."
         return Finding("torch", False, f"{words}; it sees no GPU", todo)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -61,9 +60,9 @@ def data_of(ctx: ReplicaContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # -- workloads for `launch` -------------------------------------------------------------------------------------------
 
 
-def train(ctx: ReplicaContext) -> None:
+def train(ctx: ReplicaContext, model: torch.nn.Module | None = None) -> None:
     """A healthy run. `args["pause_s"]` stretches every inner step."""
-    model = mlp()
+    model = model or mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(ctx.args.get("lr", 0.01)))  # type: ignore[arg-type]
     pause_s = float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     with attach(ctx, model, optimizer) as replica:
@@ -189,12 +188,6 @@ def train_leaving_early(ctx: ReplicaContext) -> None:
         for batch in replica.batches(data_of(ctx)):
             inner_step(model, optimizer, batch)
             break
-
-
-def train_dying_without_a_word(ctx: ReplicaContext) -> None:
-    """As a crash in native code: something is printed, then the process is gone."""
-    print("the cause: CUDA error 700", flush=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def train_telling_secrets(ctx: ReplicaContext) -> None:
