@@ -88,6 +88,24 @@ def test_of_racing_creates_one_wins_though_all_parts_were_sent(client, bucket, s
     assert half_done(client, bucket) == [], "losers take their parts back"
 
 
+def test_writers_that_begin_at_once_make_one_client(s3_server, bucket):
+    made: list[S3Server] = []
+    line = threading.Barrier(4)
+
+    def make():
+        made.append(s3_server)
+        return client_of(s3_server)
+
+    def put(key: str) -> None:
+        line.wait()
+        uploads.put(key, key.encode())
+
+    uploads = MultipartUploads(make, bucket, "run", PART)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, "abcd"))
+    assert len(made) == 1
+
+
 KILLED = """
 import os, signal, sys
 import boto3
