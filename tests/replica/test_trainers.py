@@ -196,6 +196,15 @@ def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
     assert verify(str(tmp_path / "run" / "bucket")).agrees
 
 
+def test_a_learned_prompt_that_two_ranks_shard_is_an_adapter_in_snapshots(tmp_path: Path):
+    settings = {"replicas": 1, "rounds": 1, "ranks_per_replica": 2, "args": {"sharded": True}}
+    result, reader = launched(tmp_path, "train_prompt", **settings)
+    assert result.status == "completed" and verify(str(tmp_path / "run" / "bucket")).agrees
+    first, last = (read_tensors(reader.store, keys.snapshot(r, "adapter_model.safetensors")) for r in (0, 1))
+    assert first.keys() == last.keys() == {"prompt_embeddings"}
+    assert not torch.equal(first["prompt_embeddings"], last["prompt_embeddings"])
+
+
 @pytest.mark.parametrize("adapters", ["mean", "exact"])
 @pytest.mark.parametrize(
     ("own", "words"),

@@ -87,6 +87,20 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
     assert [path.read_bytes() for path in first[1]] == [path.read_bytes() for path in first[0]]
 
 
+@pytest.mark.parametrize("model", ["fsdp", "tp"])
+def test_parameters_that_are_not_trained_have_the_same_digest_and_bytes_whatever_the_ranks(start, model):
+    """Sharded by rows and by columns; no rank has one whole."""
+    found = []
+    for ranks in (1, 2):
+        args = {"model": model, "hidden": 30, "frozen": ["hidden.0.weight", "hidden.2.weight"]}
+        run, bucket = start(args=args, replicas=1, rounds=1, ranks_per_replica=ranks)
+        run.wait()
+        assert verify(str(bucket)).agrees
+        snapshot = (bucket / "snapshots/00000000/model.safetensors").read_bytes()
+        found.append((json.loads((bucket / "start.json").read_text())["frozen"], snapshot))
+    assert found[1] == found[0] and found[0][0]["tensors"] == 2
+
+
 def test_all_islands_have_the_same_base_in_every_round(islands):
     for folder in sorted(islands[1].glob("rounds/*/contributions")):
         manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
