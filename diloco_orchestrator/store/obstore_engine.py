@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from diloco_orchestrator.store.s3_multipart import MultipartUploads
 
-# A shard on a slow link may take minutes to read; an answer of which no byte comes for half a minute is lost. That
-# limit counts from the beginning of a request, so requests that write much have others (`writing_options`).
-CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
+# A file of 1 GiB over a slow line may take hours to read; an answer of which no byte comes for half a minute is lost.
+# The latter counts from the beginning of a request, so requests that write much have limits of their own.
+CLIENT_OPTIONS: "ClientConfig" = {"timeout": "6h", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
 _STREAMED, _CHUNK = 4 * 2**20, 2**18  # bytes

@@ -9,6 +9,8 @@ from cli_support import diloco, diloco_here
 from clouds import modal
 from s3_server import S3Server
 
+from diloco_orchestrator.cli.executor_options import number
+
 SECRET = "wandb-secret-0011223344"
 PLAN = ["plan", "my_train:train", "--pin", "given"]  # uv is not asked, which takes a second; one test below does
 
@@ -59,6 +61,13 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
     required = error_of("plan", *run[1:], "--executor", "modal", "--pin", "require", cwd=project)
     assert 'pin="require", and packages without hashes: ' in required
     assert not (project / "bucket").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("124M", 124_000_000), ("1.5B", 1_500_000_000), ("1e9", 10**9), ("7_000_000", 7_000_000)]
+)
+def test_a_count_is_read_as_people_write_it(text: str, count: int):
+    assert number(text) == count
 
 
 def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
