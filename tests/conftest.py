@@ -36,7 +36,7 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ |= {"UV_OFFLINE": "1", "UV_NO_CACHE": "1"}
 
 # No verdict hangs on the wall clock: an example of a property may take as long as a busy machine needs for it.
-settings.register_profile("busy machines", deadline=None)
+settings.register_profile("busy machines", deadline=None, max_examples=50)  # others in each run
 settings.load_profile("busy machines")
 
 _LAST_RESORT_S = 1.5 * PATIENCE_S  # for a test that hangs where no Python runs, so that no exception can reach it

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diloco_orchestrator.demo.text import load_corpus
 
-BATCH_SIZE = 12
+BATCH_SIZE = 10
 CONTEXT = 128  # bytes
 LEARNING_RATE = 3e-3
 HELDOUT_WINDOWS = 96
