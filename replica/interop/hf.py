@@ -73,7 +73,7 @@ def train_as_replica(
         callback.close()
 
 
-class ReplicaCallback(TrainerCallback):
+class ReplicaCallback(TrainerCallback):  # type: ignore[misc]
     """Callback by which a Hugging Face trainer trains as a replica of a run; `train_as_replica` adds it to a trainer.
 
     Add it yourself if you call `trainer.train()` yourself; the arguments are those of `train_as_replica`. It joins the

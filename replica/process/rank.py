@@ -164,9 +164,8 @@ def _train(
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
         ranks = joined(place, store=attempt.store, background=background)
-        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice.interrupt_if, ranks)
+        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice, ranks)
     finally:
-        notice.interrupt_if(lambda: False)
         beats.stop()
         events.alive(attempt.pulse)  # as it is at the end
 
