@@ -363,7 +363,7 @@ def _guard_table(statistics: Sequence[Statistic]) -> Table:
     return table
 
 
-_USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
+_USUAL = ("starting", "training", "scoring", "publishing", "waiting", "snapshot")
 
 
 def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:

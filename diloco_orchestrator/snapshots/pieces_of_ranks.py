@@ -53,7 +53,7 @@ class PiecesOfRanks:
 
     def _cut(self, name: str, cut: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         piece = self.pieces[name].reshape(-1)
-        return torch.cat([piece[at : at + stop - start].cpu() for start, stop, at in cut])
+        return torch.cat([piece[at : at + stop - start] for start, stop, at in cut]).cpu()
 
     def digests(self, names: Sequence[str]) -> dict[str, BulkDigest]:
         """In rank 0: the digests of the numbers of these tensors, each hashed by one rank, which are in turn."""

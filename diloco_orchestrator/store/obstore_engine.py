@@ -75,7 +75,7 @@ _BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
     ),
     (r"InvalidMessage|InvalidContentType", StoreDenied, "The server speaks no TLS there: is its address http://?"),
     (r'"dns error"', StoreUnavailable, "The server's name is not known: check the endpoint, and this machine's DNS."),
-    (r"kind: ConnectionRefused", StoreUnavailable, "Nothing listens there: check endpoint, port and server."),
+    (r"kind: ConnectionRefused", StoreUnavailable, "Nobody listens there: see endpoint, port, server and HTTPS_PROXY."),
     (r"kind: ConnectionReset|IncompleteMessage", StoreUnavailable, "The server ended the connection."),
 )
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.

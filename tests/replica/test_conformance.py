@@ -243,6 +243,7 @@ RANKED = {  # functions of several ranks, by what each shows
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
     "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
     "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
+    "SFT, fully_shard": ("tiny_trainers:train", {"kind": "sft", "sharded": True}),
     "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
     "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
     "LoRA, DDP": ("tiny_trainers:train_lora", {}),

@@ -189,7 +189,7 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
 
 @pytest.mark.parametrize(
     ("model", "mib", "tied"),
-    [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6)],
+    [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6), ("fsdp", 160, 0.3)],
     ids=lambda value: str(value),
 )
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch, model, mib, tied):

@@ -298,7 +298,7 @@ def test_who_cannot_reach_a_server_reads_why(certificate):
         with pytest.raises(StoreDenied, match="speaks no TLS there: is its address http://"):
             open_store("s3://bucket/x", plain, retry=HURRIED).get("key")
     nobody = options | {"endpoint_url": f"http://127.0.0.1:{server.server_port}"}
-    with pytest.raises(StoreUnavailable, match="Nothing listens there: check endpoint, port and server"):
+    with pytest.raises(StoreUnavailable, match="Nobody listens there: see endpoint, port, server and HTTPS_PROXY"):
         open_store("s3://bucket/x", nobody, retry=HURRIED).create("key", b"body")
     misspelt = options | {"endpoint_url": "http://no-such-host.invalid"}
     with pytest.raises(StoreUnavailable, match="name is not known: check the endpoint, and this machine's DNS"):
