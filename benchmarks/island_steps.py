@@ -2,15 +2,17 @@
 
 python benchmarks/island_steps.py [steps]
 
-One run of one replica. Steps alternate, two and two, between the loop as a replica, with one signal of rank 0 per step,
-and the same loop without it. Prints the median milliseconds of a step of either, the CPU milliseconds of both ranks,
-and the median ratio of two neighbouring steps, with its standard error: the machine's speed may change meanwhile.
+One run of one replica, in blocks of five steps: a block with the signal of rank 0 after each step, two without, one
+with, and so on, so that a machine whose speed drifts disturbs neither. Prints the median milliseconds of a step of
+either, wall-clock and CPU of both ranks, and the median ratio of neighbouring blocks with its standard error; then the
+CPU time of each rank inside `replica.step`, and that of our threads beside training.
 """
 
 import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import torch
 
 from diloco_orchestrator import LocalProcessExecutor, launch
 
-BLOCK = 2  # steps
+BLOCK = 5  # steps
+WITH, WITHOUT = "with us", "without"
 
 
 def train(ctx):
@@ -26,25 +29,33 @@ def train(ctx):
     width = ctx.args["width"]
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
     model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    plain = torch.optim.SGD(model.parameters(), lr=1e-6)
-    batch, seconds = torch.randn(32, width), {"with us": [], "without": []}  # wall and CPU of each step
-    with ctx.attach(model, optimizer) as replica:
-        for block in range(2 * ctx.args["steps"] // BLOCK):
-            ours = block % 2 == 0
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-6) for name in (WITH, WITHOUT)}
+    batch, blocks, calls = torch.randn(32, width), [], []
+    with ctx.attach(model, optimizers[WITH]) as replica:
+        beside = _seconds_beside()
+        for number in range(2 * ctx.args["steps"] // BLOCK):
+            name = WITH if number % 4 in (0, 3) else WITHOUT
+            began, used = time.perf_counter(), time.process_time()
             for _ in range(BLOCK):
-                began, used = time.perf_counter(), time.process_time()
-                stepping = optimizer if ours else plain
-                stepping.zero_grad()
+                optimizers[name].zero_grad()
                 model(batch).square().mean().backward()
-                stepping.step()
-                if ours:
+                optimizers[name].step()
+                if name == WITH:
+                    called = time.thread_time()
                     replica.step()
-                spent = time.perf_counter() - began, time.process_time() - used
-                seconds["with us" if ours else "without"].append(spent)
-        Path(ctx.args["output"], f"{ctx.rank}.json").write_text(json.dumps(seconds))
+                    calls.append(time.thread_time() - called)
+            blocks.append((name, (time.perf_counter() - began) / BLOCK, (time.process_time() - used) / BLOCK))
+        beside = _seconds_beside() - beside
+        found = {"blocks": blocks, "calls": calls, "beside": beside / (len(blocks) * BLOCK)}
+        Path(ctx.args["output"], f"{ctx.rank}.json").write_text(json.dumps(found))
         while replica.step():
-            optimizer.step()
+            optimizers[WITH].step()
+
+
+def _seconds_beside() -> float:
+    """CPU seconds so far of this process's Python threads but this one; all of them are ours."""
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident)) for each in others)
 
 
 def main() -> None:
@@ -55,16 +66,20 @@ def main() -> None:
     executor = LocalProcessExecutor(folder / "executor")
     launch("island_steps:train", store=str(folder / "run"), executor=executor, args=args, **settings).wait()
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    walls = {name: [1000 * wall_s for wall_s, _ in ranks[0][name]] for name in ranks[0]}
-    cpus = {
-        name: [1000 * (one + two) for (_, one), (_, two) in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in ranks[0]
-    }
-    for what, found in (("ms", walls), ("CPU ms of both ranks", cpus)):
-        shown = {name: round(statistics.median(each), 3) for name, each in found.items()}
-        ratios = [ours / plain for ours, plain in zip(found["with us"], found["without"], strict=True)]
+    wall = [(name, 1000 * wall_s) for name, wall_s, _ in ranks[0]["blocks"]]
+    cpu = [
+        (name, 1000 * (one + two))
+        for (name, _, one), (_, _, two) in zip(*(rank["blocks"] for rank in ranks), strict=True)
+    ]
+    for what, blocks in (("ms", wall), ("CPU ms of both ranks", cpu)):
+        found = {each: [ms for name, ms in blocks if name == each] for each in (WITH, WITHOUT)}
+        shown = {each: round(statistics.median(values), 3) for each, values in found.items()}
+        ratios = [ours / plain for ours, plain in zip(*found.values(), strict=True)]
         error = 1.25 * 1.48 * statistics.median(abs(each - statistics.median(ratios)) for each in ratios)
         print(f"{shown} {what} a step, ratio {statistics.median(ratios):.3f} +- {error / len(ratios) ** 0.5:.3f}")
+    for rank, found in enumerate(ranks):
+        inside, beside = 1000 * statistics.median(found["calls"]), 1000 * found["beside"]
+        print(f"rank {rank}: {inside:.3f} CPU ms a step in replica.step, {beside:.3f} in threads beside training")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ Every replica has a link of its own to the S3 server (tests/support/shaped_proxy
 step, in which the loop publishes and synchronises. Reported are, of the slower replica in each round, the largest time
 by which one inner step took longer than its sleep, and the share of the sleeps in the wall clock. Checkouts take turns,
 round by round. With `--busy` a step uses CPU time instead, on a core for each replica: what remains of a core beside
-other work is measured before each round, by the same steps without us. A round synchronises one fragment, so a cycle
-has as many rounds as there are fragments.
+other work is measured before each round, by the same steps without us, and in each round the CPU time that a replica
+takes for everything but its steps, which other work on the machine hardly changes. A round synchronises one fragment,
+so a cycle has as many rounds as there are fragments.
 """
 
 import argparse
@@ -68,6 +69,7 @@ def measure(given: argparse.Namespace, sources: Sequence[Source], results: Resul
                         utilisation=min(each["utilisation"] for each in found),
                         alone=min(alone),
                         wall_s=max(each["wall_s"] for each in found),
+                        beside_s=max(each["beside_s"] for each in found),
                         transfer_s=max(said, default=None),
                         link_s=limit_s,
                         delay_s=given.delay,
@@ -89,7 +91,8 @@ def table(samples: Sequence[Sample]) -> str:
             transfer = [f"{seconds:.1f}", f"{seconds / own[0]['delay_s']:.2f}"]
         blocked = [*spread(own, "blocked_s", 3), f"{GOAL_BLOCKED_S:g}"]
         utilisation = [*spread(own, "utilisation", 4), f"{GOAL_UTILISATION:g}", f"{middle(own, 'alone'):.4f}"]
-        rows.append([name, *transfer, *blocked, *utilisation])
+        beside = f"{middle(own, 'beside_s'):.2f}"
+        rows.append([name, *transfer, *blocked, *utilisation, beside])
     columns = ("arm", "transfer, s", "of the delay", "largest blocking of an inner step, s", "min", "max", "limit")
     first = samples[0]
     step = f"{first['step_s']:g} s{' of CPU' if first['busy'] else ''}"
@@ -100,7 +103,8 @@ def table(samples: Sequence[Sample]) -> str:
         f"{first['link_s']:.1f} s on this link. Utilisation is inner-step time over wall clock. The limits hold while "
         "a transfer takes at most .7 of the delay."
     )
-    return f"{words}\n\n{markdown((*columns, 'utilisation', 'min', 'max', 'limit', 'without us'), rows)}"
+    columns = (*columns, "utilisation", "min", "max", "limit", "without us", "CPU beside the steps, s")
+    return f"{words}\n\n{markdown(columns, rows)}"
 
 
 def picture(samples: Sequence[Sample]) -> str:

@@ -138,13 +138,14 @@ def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
         model, optimizer, manager, steps * fragments, fragments=fragments, fragment_sync_delay=delay
     ).__enter__()
 
-    def inner_step() -> None:
+    def inner_step() -> float:
+        """The CPU seconds of one step."""
+        began = time.thread_time()
         if not busy:
             time.sleep(step_s)
-            return
-        began = time.thread_time()
-        while time.thread_time() - began < step_s:
+        while busy and time.thread_time() - began < step_s:
             torch.mm(factor, factor)
+        return time.thread_time() - began
 
     def alone(_: Mapping[str, Any]) -> Reply:
         """The utilisation of a round's steps without us: what other work leaves of a core."""
@@ -154,12 +155,13 @@ def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
         return {"utilisation": steps * step_s / (time.perf_counter() - began)}
 
     def train_round(_: Mapping[str, Any]) -> Reply:
-        blocked, began = [], time.perf_counter()
+        blocked, stepping_s = [], 0.0
         for step in range(steps):
-            step_began = time.perf_counter()
-            inner_step()
-            if step == 0:
+            if step == 0:  # what stands for the round's training is neither a step's time nor a synchronisation's
                 train(model, given["rank"])
+                began, used = time.perf_counter(), time.process_time()
+            step_began = time.perf_counter()
+            stepping_s += inner_step()
             optimizer.step()  # the loop's hook publishes and synchronises in here
             blocked.append(time.perf_counter() - step_began - step_s)
         wall_s = time.perf_counter() - began
@@ -167,6 +169,7 @@ def paced(given: Mapping[str, Any]) -> dict[str, Handler]:
             "blocked_s": max(blocked),
             "utilisation": steps * step_s / wall_s,
             "wall_s": wall_s,
+            "beside_s": time.process_time() - used - stepping_s,  # CPU time of everything but the steps
             "transfer_s": said.whole_s,
             "value": _first_value(model),
             "step": manager.current_step(),

@@ -8,7 +8,7 @@ happened, to which object, and what the reader can do now.
 from collections.abc import Iterable
 
 from diloco_orchestrator.executors.error_sections import Documented as Documented
-from diloco_orchestrator.executors.error_sections import section_of as section_of
+from diloco_orchestrator.executors.error_sections import more_about as more_about
 from diloco_orchestrator.executors.names import nearest as nearest
 from diloco_orchestrator.executors.names import unknown_name as unknown_name
 

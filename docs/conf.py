@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 6
 myst_enable_extensions = ["attrs_inline"]
 default_role = "literal"  # single backticks in docstrings are code
+highlight_language = "text"  # of a block that names none, a command or a drawing: else coloured as Python
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 python_use_unqualified_type_names = True

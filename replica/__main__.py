@@ -64,11 +64,10 @@ def main() -> int:
         clock=clock,
         background=ThreadBackground(),
         environ=environ,
-        should_leave=notice,
         # The process above ranks trains nothing, and needs no torch.
         load_libraries=lambda: None if (options.ranks or 1) > 1 else load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
-        interrupt_if=notice.interrupt_if,
+        notice=notice,
         ranks=options.ranks,
         train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, notice, others).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.

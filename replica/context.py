@@ -199,10 +199,9 @@ class ReplicaContext:
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         scores_strangers = scorer is not None and self._scores_strangers(len(items))
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        view = values = None
-        frozen: Mapping[str, torch.Tensor] = {}
+        view = values = frozen = None
         if shares:
-            view, values, frozen = partial(IslandView, island), IslandValues(island), island.call("frozen")
+            view, values, frozen = partial(IslandView, island), IslandValues(island), island.make("frozen")
         parts = attached.split(self._attempt.config, tokenizer, view, frozen)
         rounds = Participant.join(
             self._attempt,

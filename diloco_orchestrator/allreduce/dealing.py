@@ -228,7 +228,12 @@ def chooses_scatter(
     chosen = "scatter_reduce" if scatter_s < gather_s else "gather"
     log.info(
         "path %r: %.2f s by gather, %.2f s by scatter_reduce, at %.3g ms a request, %.3g Mb/s up and %.3g Mb/s down",
-        *(chosen, gather_s, scatter_s, 1e3 * over.latency_s, over.up / 125e3, over.down / 125e3),
+        chosen,
+        gather_s,
+        scatter_s,
+        1e3 * over.latency_s,
+        over.up / 125e3,
+        over.down / 125e3,
     )
     return scatter_s < gather_s
 

@@ -123,8 +123,7 @@ class ObjectStoreAllReduce:
 
     def _cut(self, numel: int) -> tuple[bool, int]:
         """(whether a tensor of `numel` elements is averaged by scatter-reduce, elements per shard)."""
-        what = self._path, numel, self._codec, self.world_size, SHARD_NUMEL
-        if not chooses_scatter(*what, lambda: self._link):
+        if not chooses_scatter(self._path, numel, self._codec, self.world_size, SHARD_NUMEL, lambda: self._link):
             return False, SHARD_NUMEL
         link = self._link if self._path == "auto" else ASSUMED
         return True, shard_numel_for(numel, self.world_size, SHARD_NUMEL, self._codec, link)
@@ -141,7 +140,13 @@ class ObjectStoreAllReduce:
         pairs = [dealers(round_id, index, self.world_size) for index in range(len(shards))]
         key = keys.reduced(round_id, self.rank)
         reducing = ScatterReduce(
-            *(self._store, self._clock, ThreadBackground(), self._stamp, round_id, self.rank, pairs),
+            self._store,
+            self._clock,
+            ThreadBackground(),
+            self._stamp,
+            round_id,
+            self.rank,
+            pairs,
             write=lambda record: self._store.create(key, record.to_bytes()),
             codec=average_codec_of(self._codec) or EXACT,
         )

@@ -57,8 +57,17 @@ def publish(
         fragment: index of the fragment that the vector is of, which decides who owns a shard.
     """
     publishing = _Publishing(
-        *(store, key_of_shard, vector, codec, shard_numel, cache, background or NoBackground(), fine, residual),
-        *(owners, fragment),
+        store,
+        key_of_shard,
+        vector,
+        codec,
+        shard_numel,
+        cache,
+        background or NoBackground(),
+        fine,
+        residual,
+        owners,
+        fragment,
     )
     formed = merged(owners.each(_Publishing.form, publishing))
     found = [formed[index] for index in sorted(formed)]

@@ -164,7 +164,9 @@ class ScatterReduce:
             for digest, wrong in false_averages(said, self._digests[index], self.rank).items():
                 log.warning(
                     "round %d: rank %s published an average of shard %d that the payloads do not give; not used",
-                    *(self.round_id, " and ".join(map(str, wrong)), index),
+                    self.round_id,
+                    " and ".join(map(str, wrong)),
+                    index,
                 )
                 self.false[index, digest] = wrong
                 self.distrusted.update(wrong)

@@ -88,8 +88,8 @@ def _click_option(executor: str, option: Option, prefixed: bool) -> click.Option
 
 
 def number(text: str) -> int:
-    """The number that a text such as "124M" or "1.5B" means (K, M, B, T). Raises `ConfigError` for any other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    """The number that a text means, such as "124M", "1.5B" (K, M, B, T) or "1.5e9". Raises `ConfigError` for others."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d\d?)?)([KMBT]?)", text.strip().upper().replace("_", ""))
     if found is None:
         raise ConfigError(f"--parameters {text}: write a number such as 124M or 1.5B.")
     return round(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2]])

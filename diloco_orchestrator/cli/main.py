@@ -145,7 +145,7 @@ def diloco() -> None:
 
 def main() -> None:
     """Entry point of `diloco`: runs the command, prints expected errors without a traceback, exits with its code."""
-    from diloco_orchestrator.errors import ConfigError, DilocoError, section_of
+    from diloco_orchestrator.errors import ConfigError, DilocoError, more_about
     from diloco_orchestrator.executors.contract import ExecutorError
 
     try:
@@ -157,7 +157,7 @@ def main() -> None:
         echo(str(stopped.__cause__ or stopped) or "interrupted", err=True)  # click raises Abort from the other
         code = EXIT_INTERRUPTED
     except (DilocoError, ExecutorError) as error:
-        echo(f"Error: {error}\nMore: {section_of(type(error))}", err=True)
+        echo(f"Error: {error}\n{more_about(type(error))}", err=True)
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if error.name not in _HEAVY:

@@ -39,7 +39,7 @@ def follow(
     run = start()
     say(console, f"run folder: {run.url}")
     try:
-        _watch(run, console, on_status)
+        _watch(run, console, on_status, below=8 if summarise is None else 15)
     except CollapseStopError:
         pass  # the result holds the verdict
     except RunFailed as error:
@@ -58,7 +58,7 @@ def watch_until_stopped(store: Store, *, as_json: bool) -> int:
     console, clock, said = Console(stderr=as_json), SystemClock(), False
     seen = SeenStore.of(store, clock)
     reader = RunReader(seen)
-    with display_for(console) as display:
+    with display_for(console, below=3) as display:
         while (status := reader.status()).state in ("starting", "running"):
             seen.follow(reader.log)
             display.update(status)
@@ -75,8 +75,8 @@ def watch_until_stopped(store: Store, *, as_json: bool) -> int:
     return _EXIT_OF_STATE[status.state]
 
 
-def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None) -> None:
-    with display_for(console, supervises=True) as display:
+def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None, below: int) -> None:
+    with display_for(console, below=below, supervises=True) as display:
 
         def show() -> None:
             status = run.status(as_seen=True)

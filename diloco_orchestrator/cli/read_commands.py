@@ -1,9 +1,12 @@
 """Commands that read a run from its bucket and change nothing, such as status, explain, watch, pull and report."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
+from posixpath import normpath
 from typing import TYPE_CHECKING
 
 import click
@@ -59,13 +62,30 @@ def status(url: str, as_json: bool) -> None:
 @url_argument
 @json_option
 def explain(url: str, as_json: bool) -> None:
-    """Say in plain words why the run in URL stopped, and what to do."""
+    """Say in plain words why the run in URL stopped, and what to do. An error's name instead: what that error means."""
+    if words := about_error(url):
+        say(as_json, {"error": words}, words)
+        return
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.explain import explain as explained
 
     reader = reader_of(url)
     found = explained(reader.status(), reader.best_scored(), SystemClock().wall_time())
     say(as_json, found.to_json(), "\n".join(found.lines()))
+
+
+def about_error(name: str) -> str:
+    """The words of the docs about the error type of this name, in upper or lower case; empty if there is none."""
+    page = files("diloco_orchestrator.cli") / "troubleshooting.md"
+    section = rf"^### ({re.escape(name)})\n+(.+?)\n*(?=^### |\Z)"
+    found = re.search(section, page.read_text(encoding="utf-8"), re.IGNORECASE | re.MULTILINE | re.DOTALL)
+    if found is None or Path(name).exists():  # a run's folder may have any name
+        return ""
+
+    def spelt(link: re.Match[str]) -> str:
+        return f"{link[1]} ({normpath(f'docs/reference/{link[2]}')})"
+
+    return re.sub(r"\[([^]]+)\]\(([^)]+)\)", spelt, f"{found[1]}: {found[2]}").replace("**", "")
 
 
 @click.command()

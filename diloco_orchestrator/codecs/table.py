@@ -160,8 +160,13 @@ CODECS = {
         ),
         *(
             Codec(
-                *(f"topk{kept}", number, sparse.CHUNK, partial(sparse.size_topk, kept)),
-                *(partial(sparse.pack_topk, kept), partial(sparse.unpack_topk, kept), 1),
+                f"topk{kept}",
+                number,
+                sparse.CHUNK,
+                partial(sparse.size_topk, kept),
+                partial(sparse.pack_topk, kept),
+                partial(sparse.unpack_topk, kept),
+                1,
                 feedback=0.95,
                 sparse=True,
                 fine="int8",

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from diloco_orchestrator.demo.text import load_corpus
 
-BATCH_SIZE = 16
+BATCH_SIZE = 10
 CONTEXT = 128  # bytes
 LEARNING_RATE = 3e-3
 HELDOUT_WINDOWS = 96
@@ -42,7 +42,7 @@ def build_model() -> nn.Module:
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=3,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -54,8 +54,11 @@ def build_model() -> nn.Module:
 
 def token_losses(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """The cross-entropy in nats of every byte but the first: (B, T) float32. `windows`: (B, T + 1) int64."""
-    logits = model(input_ids=windows[:, :-1]).logits  # (B, T, 256)
-    return nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
+    logits = model(input_ids=windows[:, :-1], use_cache=False).logits  # (B, T, 256)
+    next_bytes = windows[:, 1:]  # (B, T)
+    # Classes last: over a transposed view torch takes a third of the whole step's time more.
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), next_bytes.flatten(), reduction="none")
+    return losses.view_as(next_bytes)
 
 
 def score(model: nn.Module, items: Sequence[str]) -> list[float]:

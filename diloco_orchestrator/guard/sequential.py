@@ -4,7 +4,6 @@
 docs/inside/kill-switch-figures.md has error rates and delays.
 """
 
-import copy
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST_GAP
 from diloco_orchestrator.guard.channels.kl import KLChannel
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
+from diloco_orchestrator.guard.channels.remembered import copied
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
 from diloco_orchestrator.guard.vault import Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
@@ -96,7 +96,7 @@ class SequentialGuard(GuardRule):
 
     @classmethod
     def outlook(cls, state: Mapping[str, Any] | None, config: GuardConfig) -> str:
-        metrics = cls.channels.restore(copy.deepcopy(state["metrics"])) if state else cls.channels()
+        metrics = cls.channels.restore(copied(state["metrics"])) if state else cls.channels()
         return metrics.outlook(config.threshold)
 
     @property
@@ -280,7 +280,7 @@ class _Run:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], guard: SequentialGuard) -> "_Run":
-        run, state = cls(guard), copy.deepcopy(dict(state))
+        run, state = cls(guard), copied(state)
         run.metrics, run.kl = guard.channels.restore(state["metrics"]), KLChannel.restore(state["kl"])
         run.vault = Vault.restore(state["vault"]) if "vault" in state else Vault()
         run.nonfinite, run.inconclusive, run.model = state["counts"]

@@ -132,7 +132,8 @@ def _torch(has_gpu: bool, wanted: bool) -> Finding:
         return Finding("torch", False, f"{_NO_TORCH}: {error}", todo)
     words = f"torch {torch.__version__}, built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
     if not has_gpu and not wanted:
-        return Finding("torch", True, f"{words}, {torch.get_num_threads()} threads")
+        apples = "; it sees Apple's GPU (MPS)" if torch.backends.mps.is_available() else ""
+        return Finding("torch", True, f"{words}, {torch.get_num_threads()} threads{apples}")
     if not torch.cuda.is_available():
         todo = "Use an image whose torch is built for the CUDA version that this driver has (pytorch/pytorch:…-cuda…)."
         return Finding("torch", False, f"{words}; it sees no GPU", todo)
@@ -300,10 +301,14 @@ def _speed(store: Store, clock: Clock) -> Iterator[Finding]:
         yield Finding("latency", True, words)
         up = _seconds(clock, lambda: store.put(names[0], body))
         down = _seconds(clock, lambda: store.get(names[0]))
-        rates = (
-            f"{_LARGE_BYTES / up / 1e6:.0f} MB/s up, {_LARGE_BYTES / down / 1e6:.0f} MB/s down (one object of 8 MiB)"
+        rates = [float(f"{_LARGE_BYTES / took_s / 1e6:.2g}") for took_s in (up, down)]  # MB/s
+        sent_s = [float(f"{bits / 8 * 100 / rates[0]:.2g}") for bits in (32, 4)]  # 100 million parameters
+        yield Finding(
+            "throughput",
+            True,
+            f"{rates[0]:g} MB/s up, {rates[1]:g} MB/s down (one object of 8 MiB): 100 million parameters go up in "
+            f"{sent_s[0]:g} s in fp32, in {sent_s[1]:g} s in int4",
         )
-        yield Finding("throughput", True, rates)
     finally:
         for key in names:
             store.delete(key)

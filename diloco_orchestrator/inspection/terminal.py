@@ -60,12 +60,13 @@ class Display(Protocol):
         ...
 
 
-def display_for(console: Console, *, supervises: bool = False) -> Display:
+def display_for(console: Console, *, below: int, supervises: bool = False) -> Display:
     """A display of a run: the live panel on a terminal, plain lines elsewhere.
 
-    `supervises`: whether this process also logs how replicas end.
+    `below`: lines that follow the last drawing, the prompt included. `supervises`: whether this process also logs how
+    replicas end.
     """
-    return LivePanel(console) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
+    return LivePanel(console, below) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
 
 
 def log_to(console: Console) -> None:
@@ -81,11 +82,11 @@ def log_to(console: Console) -> None:
 class LivePanel:
     """A display of a run's progress, replicas and newest rounds on a terminal, redrawn in place.
 
-    The last drawing stays on the screen.
+    The last drawing stays on the screen. `below`: lines that will be printed under it, the prompt included.
     """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, below: int) -> None:
+        self._console, self._below = console, below
         self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
@@ -99,7 +100,7 @@ class LivePanel:
 
     def update(self, status: RunStatus) -> None:
         ended = status.state in _ENDS
-        height = self._console.size.height - (_SUMMARY_LINES if ended else 1)
+        height = self._console.size.height - (self._below if ended else 1)
         self._live.update(fitted(status, self._console, height), refresh=True)
 
 
@@ -138,7 +139,7 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
         notebook = NotebookPanel()
         yield lambda: notebook.update(read())
     elif console.is_terminal:
-        with LivePanel(console) as panel:
+        with LivePanel(console, below=2) as panel:
             yield lambda: panel.update(read())
     else:
         yield None
@@ -146,7 +147,6 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
 
 _ENDS = ("completed", "halted", "failed")
 _ROUND_AND_GUARD, _ROOMY = 5, 20  # lines for the newest round and the guard, on a screen that has at least so many
-_SUMMARY_LINES = 15  # that commands print under the panel once the run has ended, the prompt included
 
 
 def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
@@ -349,7 +349,7 @@ def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
     """One line about the guard: the statistic closest to its threshold."""
     near = max(statistics, key=lambda each: each.share)
     if near.share <= 0:
-        return Text("guard: no statistic is above 0", style="dim")
+        return Text("guard: every statistic is at 0; a run stops above a threshold", style="dim")
     return Text(f"guard: {near.name} {near.value:.3g}, stops above {near.threshold:g}")
 
 
@@ -363,7 +363,7 @@ def _guard_table(statistics: Sequence[Statistic]) -> Table:
     return table
 
 
-_USUAL = ("starting", "training", "scoring", "waiting", "snapshot")
+_USUAL = ("starting", "training", "scoring", "publishing", "waiting", "snapshot")
 
 
 def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:

@@ -208,7 +208,9 @@ class JoinExecutor(RemoteExecutor):
             if (created := Writer(store, Role.COORDINATOR).create(offer, key)) is not None:
                 log.info(
                     "replica %d, attempt %d waits for a machine: diloco join %s",
-                    *(request.replica_id, request.attempt, quote(store.url)),
+                    request.replica_id,
+                    request.attempt,
+                    quote(store.url),
                 )
             data = offer.to_bytes() if created is not None else read_record(store, key)
             sha256 = sha256_hex(data)

@@ -80,8 +80,7 @@ def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: S
         public=user.public.text(),
         not_after=fields["at"] + lasts_s,
     )
-    where = record.epoch, replica_id, record.identity
-    Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(*where))
+    Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(record.epoch, replica_id, record.identity))
     end_offers(run_log.store, replica_id, ANEW, stamp, taken=False)
     return user, record
 
@@ -95,8 +94,7 @@ def revoke(run_log: RunLog, replica_id: int, stamp: Stamp) -> int:
     operator_of_run(run_log.run, run_log.store, "a revocation")
     found = invitations_to(run_log.store, replica_id)
     for each in found:
-        where = each.epoch, replica_id, each.identity
-        Writer(run_log.store, Role.LAUNCHER).create(each, keys.revocation(*where))
+        Writer(run_log.store, Role.LAUNCHER).create(each, keys.revocation(each.epoch, replica_id, each.identity))
     if found:
         end_offers(run_log.store, replica_id, "its invitation was revoked", stamp, taken=True)
     return len(found)

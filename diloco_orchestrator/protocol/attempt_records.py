@@ -101,7 +101,7 @@ class Heartbeat(Record):
     replica_id: int = Field(ge=0)
     attempt: int = Field(ge=1)
     counter: int
-    phase: str  # "starting", "scoring", "training", "waiting", "snapshot"
+    phase: str  # "starting", "scoring", "training", "publishing", "waiting" or "snapshot"
     round: int = Field(ge=0)
     inner_step: int = Field(ge=0)  # within the round
     loss: float | None = None

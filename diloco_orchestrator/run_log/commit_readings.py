@@ -164,7 +164,10 @@ class Conclusions:
             config, fragments = self._records.configs.of_begin(begin), len(start.synced_fragments)
             self._heldout = start.heldout
             self._rules[begin.sha256] = LegRules(
-                *(begin.record, begin.sha256, config, max(1, fragments)),
+                begin.record,
+                begin.sha256,
+                config,
+                max(1, fragments),
                 scatters(config, start),
                 start.scores_strangers is True,
             )

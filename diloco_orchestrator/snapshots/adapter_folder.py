@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import AdapterPair
 from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP, Naming
 from diloco_orchestrator.snapshots.model_tensors import address, plain_name
@@ -58,7 +59,8 @@ def adapter_folder(
     named = ((plain_name(name), each) for name, each in model.named_parameters())
     parameters = {name: each for name, each in named if name in trained}
     for adapter, config in sorted(configs.items()):
-        tensors = library.get_peft_model_state_dict(model, adapter_name=adapter)
+        tensors = _prompt_in_ranks(config, parameters)
+        tensors = tensors or library.get_peft_model_state_dict(model, adapter_name=adapter)
         tensors = {_in_file(model, plain_name(name)): each for name, each in tensors.items()}
         stored = _stored_names(parameters, tensors)
         if stored is None:
@@ -84,17 +86,37 @@ def adapter_folder(
     return None
 
 
+def _prompt_in_ranks(config: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensor of a learned prompt that is sharded, by its name in the file; empty for any other adapter.
+
+    PEFT computes it, and in one rank a sharded layer waits for the others without end. A prompt without layers is its
+    embedding; raises `ConfigError` for another.
+    """
+    values = list(trained.values())
+    if not getattr(config, "is_prompt_learning", False) or not any(hasattr(each, "to_local") for each in values):
+        return {}
+    if len(values) == 1 and config.peft_type in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        return {"prompt_embeddings": values[0]}
+    raise ConfigError(
+        f"the learned prompt of this {config.peft_type} adapter comes from {len(values)} sharded parameters, and no "
+        "rank could compute it alone for a snapshot. Train it in DistributedDataParallel instead of fully_shard, or "
+        "learn the prompt without layers (PromptTuningConfig)."
+    )
+
+
 def _stored_names(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, str] | None:
     """The name in `tensors` of every parameter, found by its memory address; None unless each is found once."""
     in_file: dict[int, list[str]] = {}
     for name, each in tensors.items():
         in_file.setdefault(address(each), []).append(name)
     found = {name: in_file.get(address(each), []) for name, each in parameters.items()}
+    if all(len(each) == 1 for each in found.values()):
+        return {name: each[0] for name, each in found.items()}
     if len(parameters) == len(tensors) == 1:  # PEFT hands out a copy of a learned prompt
         ((name, ours),), ((stored, theirs),) = parameters.items(), tensors.items()
         if ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.cpu()):
             return {name: stored}
-    return {name: each[0] for name, each in found.items()} if all(len(each) == 1 for each in found.values()) else None
+    return None
 
 
 def _in_file(model: torch.nn.Module, name: str) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from diloco_orchestrator.allreduce.owners import Owners, owner_of
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.snapshots.pieces_of_ranks import InRanks, moved
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, file_pieces
 
 
@@ -23,25 +24,32 @@ class _Rest:
 
 @dataclass(frozen=True)
 class FileOfRanks:
-    """The tensors of one file, each of which is a parameter or momentum of the base, or one that rank 0 has whole."""
+    """The tensors of one file: parameters and momenta of the base, frozen ones in the ranks, others of rank 0."""
 
     base: Base
     names: Mapping[str, str]  # in the base, by stored name
     momenta: Collection[str]  # stored names of those that are momenta
     rest: _Rest
+    frozen: InRanks
     specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the tensors in the file
 
     @classmethod
     def of(
-        cls, base: Base, names: Mapping[str, str], momenta: Collection[str], read: Callable[[str], torch.Tensor]
+        cls,
+        base: Base,
+        names: Mapping[str, str],
+        momenta: Collection[str],
+        frozen: InRanks,
+        read: Callable[[str], torch.Tensor],
     ) -> "FileOfRanks":
         """A file to which no tensor has been added. `names`: parameter of the base by name in the file.
 
-        `momenta`: names in the file that are momenta. `read`: gives rank 0 any other tensor, by its name in the file.
+        `momenta`: names in the file that are momenta. `frozen`: those that no rank has whole. `read`: gives rank 0 any
+        other tensor, by its name in the file.
         """
         rest = base.owners.make(_Rest)
         rest.read = read
-        return cls(base, names, momenta, rest)
+        return cls(base, names, momenta, rest, frozen)
 
     def assembled(self, owners: Owners, writer: int) -> bytes | None:
         """The file's bytes in the rank `writer`; elsewhere None. Every rank calls it at the same time."""
@@ -55,9 +63,13 @@ class FileOfRanks:
         """In the rank `writer`: the numbers of one tensor of the file in its stored dtype; elsewhere nothing."""
         spec = self.specs[stored]
         dtype: torch.dtype = getattr(torch, spec.dtype)
+        if stored in self.frozen.names:
+            assert self.frozen.pieces is not None, "it has their names"
+            yield from self.frozen.pieces.parts(self.frozen.names[stored], writer)
+            return
         if stored not in self.names:
             read = partial(self._read_rest, stored)
-            yield from _moved(owners, 0, writer, torch.Size(spec.shape).numel(), dtype, read)
+            yield from moved(owners, 0, writer, torch.Size(spec.shape).numel(), dtype, read)
             return
         name = self.names[stored]
         place = self.base.momentum_at(name) if stored in self.momenta else self.base.parameter_at(name)
@@ -68,23 +80,7 @@ class FileOfRanks:
             low, high = max(start, first), min(stop, last)
             if low < high:
                 holder = owner_of(fragment, index, owners.ranks)
-                yield from _moved(owners, holder, writer, high - low, dtype, partial(vector.read, low, high))
+                yield from moved(owners, holder, writer, high - low, dtype, partial(vector.read, low, high))
 
     def _read_rest(self, stored: str) -> torch.Tensor:
         return self.rest.read(stored).reshape(-1)
-
-
-def _moved(
-    owners: Owners, holder: int, writer: int, numel: int, dtype: torch.dtype, read: Callable[[], torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Yield in the rank `writer` the `numel` numbers that `read` returns in the rank `holder`; elsewhere nothing."""
-    if owners.rank == holder:
-        values = read().to(dtype)
-        if holder == writer:
-            yield values
-        else:
-            owners.send(values.view(torch.uint8), writer)
-    elif owners.rank == writer:
-        values = torch.empty(numel, dtype=dtype, device="cpu")
-        owners.receive(values.view(torch.uint8), holder)
-        yield values

@@ -44,7 +44,10 @@ def side_files_of_run(run_log: RunLog) -> dict[str, bytes]:
                 log.warning(
                     "no snapshot in %s has %s with the digest that %s names: somebody has put another one there. The "
                     "model is read without it. Delete %s, and pull again after the next snapshot.",
-                    *(run_log.store.url, name, keys.START, keys.snapshot(0, name)),
+                    run_log.store.url,
+                    name,
+                    keys.START,
+                    keys.snapshot(0, name),
                 )
             else:
                 found[name] = data

@@ -43,7 +43,15 @@ from diloco_orchestrator.snapshots.file_plan import (
     index_name,
     plan_files,
 )
-from diloco_orchestrator.snapshots.model_tensors import Untrained, trainable, unwrapped
+from diloco_orchestrator.snapshots.model_tensors import (
+    Untrained,
+    address,
+    plain_name,
+    trainable,
+    unwrapped,
+    whole_here,
+)
+from diloco_orchestrator.snapshots.pieces_of_ranks import InRanks, PiecesOfRanks
 from diloco_orchestrator.snapshots.side_files import side_files
 from diloco_orchestrator.snapshots.tensor_file import (
     LiveTensors,
@@ -118,6 +126,7 @@ class ModelFiles:
     naming: Naming = field(default_factory=Naming)
     untrained: Untrained | None = None  # of the live model; None for what a snapshot holds
     adapters: tuple[AdapterPair, ...] = ()  # averaged exactly: the base has residuals of their frozen weights
+    in_ranks: InRanks = field(default_factory=InRanks)  # what files hold of the frozen ones that are sharded
 
     @classmethod
     def of(
@@ -126,27 +135,36 @@ class ModelFiles:
         tokenizer: Any = None,
         adapters: tuple[AdapterPair, ...] = (),
         frozen: Mapping[str, torch.Tensor] | None = None,
+        pieces: PiecesOfRanks | None = None,
     ) -> "ModelFiles":
         """The parts of a snapshot from a torch module: a PEFT model's adapter, and transformers' config files.
 
         The module is not changed. With `adapters` (exactly averaged) it is stored whole, with residuals in its frozen
         weights; `frozen` has their values without residuals, by name. Readers get an adapter
-        (`snapshots.reader_folder`).
+        (`snapshots.reader_folder`). `pieces`: the frozen parameters that are sharded.
         """
         model = unwrapped(model)
         dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
-        untrained = Untrained(model, set(dtypes), frozen or {})
+        untrained = Untrained(model, set(dtypes), frozen, pieces)
         adapter = adapter_folder(model, dtypes, adapters)
         extra = side_files(model, tokenizer, adapter, untrained.tied)
         if adapter is not None and not adapters:
             stored = adapter.naming.by_file(untrained.buffers.first)
-            rest = {
-                name: untrained.buffers.first[stored[name]] if name in stored else tensor
-                for name, tensor in adapter.untrained.items()
-            }
-            return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained)
-        whole = LiveTensors(untrained.frozen | untrained.buffers.first)
-        return cls(dtypes, lambda: whole, extra, adapter.naming if adapter else Naming(), untrained, adapters)
+            rest, names = dict[str, torch.Tensor](), dict[str, str]()
+            in_model = {address(each): plain_name(name) for name, each in model.named_parameters()}
+            for name, tensor in adapter.untrained.items():
+                whole = untrained.buffers.first[stored[name]] if name in stored else whole_here(tensor)
+                if whole is None:
+                    names[name] = in_model[address(tensor)]
+                else:
+                    rest[name] = whole
+            specs = {name: untrained.sharded[each] for name, each in names.items()}
+            in_ranks = InRanks(pieces, names, specs)
+            return cls(dtypes, lambda: LiveTensors(rest), extra, adapter.naming, untrained, in_ranks=in_ranks)
+        source = LiveTensors(untrained.frozen | untrained.buffers.first)
+        in_ranks = InRanks(pieces, {name: name for name in untrained.sharded}, untrained.sharded)
+        naming = adapter.naming if adapter else Naming()
+        return cls(dtypes, lambda: source, extra, naming, untrained, adapters, in_ranks)
 
     def with_buffers(self, changed: Mapping[str, torch.Tensor]) -> "ModelFiles":
         """A copy in which `changed`, buffers by name in the model, replace the values from the run's start."""
@@ -186,12 +204,13 @@ class ModelFiles:
         def in_base(names: Mapping[str, str], momenta: Collection[str]) -> FileOfRanks | None:
             if base.owners.ranks == 1:
                 return None
-            return FileOfRanks.of(base, names, momenta, rest.read)
+            return FileOfRanks.of(base, names, momenta, self.in_ranks, rest.read)
 
         momenta = {MOMENTUM + name for name in base.momenta}
+        specs = {**rest.specs(), **self.in_ranks.specs, **trained}
         model_limit = sys.maxsize if self.naming.is_adapter else limit  # PEFT reads one file
         return [
-            *_group(self.naming.group, {**rest.specs(), **trained}, of_model, model_limit, in_base(in_model, {})),
+            *_group(self.naming.group, specs, of_model, model_limit, in_base(in_model, {})),
             *_group(OUTER_GROUP, outer, of_outer, limit, in_base(dict(names), momenta)),
             *(SnapshotFile(name, len(data), partial(bytes, data)) for name, data in sorted(self.extra.items())),
         ]

@@ -14,6 +14,7 @@ from diloco_orchestrator.allreduce.threads import workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import FrozenTensors
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
 
 _COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module that it wraps
@@ -52,17 +53,29 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Untrained:
     """The frozen parameters and persistent buffers of one model, by state-dict name; a tied tensor has one name.
 
-    `trained`: names of the trained parameters. `first`: values of frozen parameters that the model no longer holds.
+    Frozen parameters of which this process holds a piece are in `sharded`, with their whole shape; the others are in
+    `frozen`.
+
+    Args:
+        trained: names of the trained parameters.
+        first: values of frozen parameters that the model no longer holds.
+        pieces: the sharded frozen parameters, in all ranks of the replica.
     """
 
     def __init__(
-        self, model: torch.nn.Module, trained: set[str], first: Mapping[str, torch.Tensor] | None = None
+        self,
+        model: torch.nn.Module,
+        trained: set[str],
+        first: Mapping[str, torch.Tensor] | None = None,
+        pieces: PiecesOfRanks | None = None,
     ) -> None:
         state = {plain_name(name): each for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
         buffers = {plain_name(name) for name, _ in model.named_buffers()} & state.keys()
         first_name = {address(state[name]): name for name in trained if state[name].numel()}
         self.tied: dict[str, str] = {}  # second names of tensors that have another one, which files hold
         self.frozen: dict[str, torch.Tensor] = {}
+        self.sharded: dict[str, TensorSpec] = {}
+        self.pieces = pieces
         for name, tensor in state.items():
             if name in trained:
                 continue
@@ -71,18 +84,29 @@ class Untrained:
                 self.tied[name] = first_name[begin]
                 continue
             first_name[begin] = name
-            if name not in buffers:
-                self.frozen[name] = (first or {}).get(name, tensor)
+            if name in buffers:
+                continue
+            if (whole := whole_here(tensor)) is None:
+                self.sharded[name] = TensorSpec.of(tensor)
+            else:
+                self.frozen[name] = (first or {}).get(name, whole)
         self.buffers = LiveBuffers(model, sorted(buffers - self.tied.keys()))
         self._described: FrozenTensors | None = None
 
     def describe_frozen(self, background: Background | None = None) -> FrozenTensors | None:
         """Digest, number and bytes of the frozen tensors, hashed at the first call, in parallel; None without any."""
-        if self._described is None and self.frozen:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in self.frozen.values())
-            digest = digest_of(self.frozen, background)
-            self._described = FrozenTensors(digest=digest, tensors=len(self.frozen), size=size)
+        specs = self.sharded | {name: TensorSpec.of(tensor) for name, tensor in self.frozen.items()}
+        if self._described is None and specs:
+            size = sum(spec.nbytes for spec in specs.values())
+            digest = digest_of(self.frozen, background, self._sharded_lines())
+            self._described = FrozenTensors(digest=digest, tensors=len(specs), size=size)
         return self._described
+
+    def _sharded_lines(self) -> dict[str, str]:
+        if self.pieces is None or not self.sharded:
+            return {}
+        digests = self.pieces.digests(sorted(self.sharded))
+        return {name: _line(name, spec, digests[name]) for name, spec in self.sharded.items()}
 
 
 class LiveBuffers:
@@ -129,18 +153,30 @@ class LiveBuffers:
         return owner.get_buffer(attribute)
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor], background: Background | None = None) -> BulkDigest:
-    """The digest over names, dtypes, shapes and bytes of tensors on any device, in name order."""
+def digest_of(
+    tensors: Mapping[str, torch.Tensor],
+    background: Background | None = None,
+    others: Mapping[str, str] | None = None,
+) -> BulkDigest:
+    """The digest over names, dtypes, shapes and bytes of tensors on any device, in name order.
+
+    `others`: what `_line` gives of further tensors, by name.
+    """
 
     def line(name: str) -> str:
-        tensor, hasher = tensors[name], BulkHasher()
-        for part in _plain(tensor):
+        hasher = BulkHasher()
+        for part in _plain(tensors[name]):
             hasher.update(memory_of(part.cpu()))
-        spec = TensorSpec.of(tensor)
-        return json.dumps([name, spec.dtype, list(spec.shape), hasher.digest()])
+        return _line(name, TensorSpec.of(tensors[name]), hasher.digest())
 
     calls = [lambda name=name: line(name) for name in sorted(tensors)]
-    return bulk_digest("\n".join(in_parallel(background or NoBackground(), calls, workers())).encode())
+    found = dict(zip(sorted(tensors), in_parallel(background or NoBackground(), calls, workers()), strict=True))
+    found |= others or {}
+    return bulk_digest("\n".join(found[name] for name in sorted(found)).encode())
+
+
+def _line(name: str, spec: TensorSpec, digest: BulkDigest) -> str:
+    return json.dumps([name, spec.dtype, list(spec.shape), digest])
 
 
 def same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -152,6 +188,15 @@ def address(tensor: Any) -> int:
     """The memory address where a tensor's numbers begin, of a DTensor this process's piece: the same for tied ones."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.data_ptr()) or -id(local)  # an empty piece is tied to nothing
+
+
+def whole_here(tensor: Any) -> torch.Tensor | None:
+    """A tensor itself, or that of a DTensor's numbers if this process holds all of them; None for a piece."""
+    if not hasattr(tensor, "to_local"):
+        found: torch.Tensor = tensor
+        return found
+    local: torch.Tensor = tensor.detach().to_local()
+    return local.view(tensor.shape) if local.numel() == tensor.numel() else None
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

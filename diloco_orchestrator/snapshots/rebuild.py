@@ -407,7 +407,11 @@ def take_step(base: Base, step: LoggedStep, adapters: Sequence[AdapterPair], rea
     with denormals_kept(), closing(PayloadCache()) as cache:
         read = partial(_read_through, cache, reader)
         outer_step.average_and_step(
-            *(base, step.commit.fragment, step.named, read, step.config.outer),
+            base,
+            step.commit.fragment,
+            step.named,
+            read,
+            step.config.outer,
             aggregate=step.config.aggregate,
             codec=step.commit.average_codec,
             adapters=adapters,

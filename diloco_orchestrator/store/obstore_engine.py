@@ -7,7 +7,7 @@ retried create whose first reply was lost would report our own object as somebod
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,14 +29,16 @@ from diloco_orchestrator.errors import (
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
+from diloco_orchestrator.store.upload_limits import LEAST_S, UploadLimits
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
     from diloco_orchestrator.store.s3_multipart import MultipartUploads
 
-# A shard on a slow link may take minutes; a connection without a byte for half a minute is dead.
-CLIENT_OPTIONS: "ClientConfig" = {"timeout": "15min", "read_timeout": "30s", "connect_timeout": "10s"}
+# A file of 1 GiB over a slow line may take hours to read; an answer of which no byte comes for half a minute is lost.
+# The latter counts from the beginning of a request, so requests that write much have limits of their own.
+CLIENT_OPTIONS: "ClientConfig" = {"timeout": "6h", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
 _STREAMED, _CHUNK = 4 * 2**20, 2**18  # bytes
@@ -62,6 +64,19 @@ _NO_CREDENTIALS = (
     "There are no credentials in the environment, and this machine has none of its own: set "
     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY; to read a public bucket, "
     "GOOGLE_SKIP_SIGNATURE=true or AZURE_SKIP_SIGNATURE=true."
+)
+# Why a request did not reach a server, by names in the part of obstore's errors that is for programmers.
+_BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
+    (
+        r"InvalidCertificate",
+        StoreDenied,
+        "The server's certificate is for another name, has ended, or is signed by nobody whom this machine trusts: "
+        "name a file with the certificates of a company, or of a server of your own, in SSL_CERT_FILE.",
+    ),
+    (r"InvalidMessage|InvalidContentType", StoreDenied, "The server speaks no TLS there: is its address http://?"),
+    (r'"dns error"', StoreUnavailable, "The server's name is not known: check the endpoint, and this machine's DNS."),
+    (r"kind: ConnectionRefused", StoreUnavailable, "Nobody listens there: see endpoint, port, server and HTTPS_PROXY."),
+    (r"kind: ConnectionReset|IncompleteMessage", StoreUnavailable, "The server ended the connection."),
 )
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
@@ -106,13 +121,19 @@ _GCS_PLACE = {"base_url": "GOOGLE_BASE_URL"}
 _AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE_STORAGE_ENDPOINT"}
 
 
+def writing_options(limit_s: float) -> "ClientConfig":
+    """Options of an HTTP client whose requests write, and may take `limit_s` seconds."""
+    return {**CLIENT_OPTIONS, "timeout": f"{limit_s:.0f}s", "read_timeout": f"{limit_s:.0f}s"}
+
+
 class ObstoreEngine:
     """The store interface over any obstore store.
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
     which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
     mapped into memory. `endpoint`: as `base.KnowsEndpoint`. `writes`: the same store with the credentials
-    that write, where those of `store` read alone.
+    that write, where those of `store` read alone. `writer`: makes such a store with the given options of its HTTP
+    client; None for a folder.
     """
 
     def __init__(
@@ -124,9 +145,13 @@ class ObstoreEngine:
         gives_files: bool = False,
         endpoint: str = "",
         writes: "ObjectStore | None" = None,
+        writer: "Callable[[ClientConfig], ObjectStore] | None" = None,
     ) -> None:
         self._store = store
         self._writes = writes or store
+        self._writer = writer
+        self._writers = {LEAST_S: self._writes}  # by the limit of a request, in seconds
+        self._limits = UploadLimits()
         self._gives_files = gives_files
         self.url = url
         self.endpoint = endpoint
@@ -172,21 +197,33 @@ class ObstoreEngine:
     def put(self, key: str, data: bytes) -> None:
         if self._multipart is not None and len(data) > self._single_put_limit:
             return self._multipart.put(key, data)
-        with self._translating("write", key):
-            obstore.put(self._writes, key, data, use_multipart=False)
+        with self._translating("write", key), self._writing(len(data)) as store:
+            obstore.put(store, key, data, use_multipart=False)
 
     def create(self, key: str, data: bytes) -> bool:
         if self._multipart is not None and len(data) > self._single_put_limit:
             return self._multipart.create(key, data)
         with self._translating("create", key):
             try:
-                # obstore's own multipart uploads have no create-only mode.
-                obstore.put(self._writes, key, data, mode="create", use_multipart=False)
+                with self._writing(len(data)) as store:
+                    # obstore's own multipart uploads have no create-only mode.
+                    obstore.put(store, key, data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
                 if (code := _CODE.search(str(error))) and BY_CODE.get(code[1], (None,))[0] is StoreUnavailable:
                     raise  # a 409: perhaps no object exists yet
                 return False
         return True
+
+    @contextmanager
+    def _writing(self, size: int) -> Iterator["ObjectStore"]:
+        """Context around a request that writes `size` bytes; gives the store whose client waits long enough for it."""
+        if self._writer is None:
+            yield self._writes
+            return
+        with self._limits.timed(size) as limit_s:
+            if limit_s not in self._writers:
+                self._writers[limit_s] = self._writer(writing_options(limit_s))
+            yield self._writers[limit_s]
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
         with self._translating("list", prefix):
@@ -221,7 +258,8 @@ class ObstoreEngine:
             raise self._translated(error, key, verb) from error
 
     def _translated(self, error: Exception, key: str, verb: str) -> StoreError:
-        text = str(error).split("\n\nDebug source", 1)[0].strip()
+        text, _, source = str(error).partition("\n\nDebug source")
+        text = text.strip()
         code = _CODE.search(text)
         if _FOREIGN.search(text):
             return StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}")
@@ -245,6 +283,9 @@ class ObstoreEngine:
             return StoreUnavailable(f"{what} The service that gives out credentials cannot be reached.")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")
+        for pattern, kind, remedy in _BY_SOURCE:
+            if "token request" not in text and re.search(pattern, source):
+                return kind(f"{what} {remedy}")
         for pattern, kind, remedy in _BY_TEXT:
             if re.search(pattern, text, re.IGNORECASE):
                 return kind(f"{what} {remedy}".rstrip())
@@ -290,25 +331,27 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
-    client: ClientConfig = {**CLIENT_OPTIONS, "allow_http": True}
+    more: ClientConfig = {"allow_http": True}
     if kind == "gs" and (payer := os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")):  # as in Google's own clients
-        client["default_headers"] = {"x-goog-user-project": payer}
-    given: Any = {"client_options": client, "retry_config": NO_RETRIES, **options}
-    try:
-        store: ObjectStore
+        more["default_headers"] = {"x-goog-user-project": payer}
+
+    def opened(client: "ClientConfig") -> "ObjectStore":
+        given: Any = {"client_options": {**client, **more}, "retry_config": NO_RETRIES, **options}
         if "@" in bucket:
-            store = from_url(url, **given)
-        elif kind == "gs":  # with the path as it is: `from_url` reads %20 as a space, S3 does not
-            store = GCSStore(bucket, prefix=prefix.strip("/") or None, **given)
-        else:
-            store = AzureStore(bucket, prefix=prefix.strip("/") or None, **given)
+            return from_url(url, **given)
+        if kind == "gs":  # with the path as it is: `from_url` reads %20 as a space, S3 does not
+            return GCSStore(bucket, prefix=prefix.strip("/") or None, **given)
+        return AzureStore(bucket, prefix=prefix.strip("/") or None, **given)
+
+    try:
+        store = opened(CLIENT_OPTIONS)
     except Exception as error:  # obstore's kinds share no base; options of other types raise others
         text = str(error).split("\n\nDebug source", 1)[0].strip()
         remedy = "Check the URL, the credentials and storage_options."
         if "Account must be specified" in text:
             remedy = "Set AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/folder."
         raise ConfigError(f"cannot open {url}: {text}. {remedy}") from error
-    return ObstoreEngine(store, url, endpoint=_endpoint(kind, options))
+    return ObstoreEngine(store, url, endpoint=_endpoint(kind, options), writer=opened)
 
 
 def _endpoint(kind: str, options: Mapping[str, Any]) -> str:

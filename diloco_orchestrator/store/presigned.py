@@ -12,6 +12,7 @@ import urllib.request
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException
@@ -21,9 +22,10 @@ from typing import Self
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.s3_errors import BY_CODE
+from diloco_orchestrator.store.upload_limits import UploadLimits
 
 ENV_REQUESTS = "DILOCO_SIGNED_REQUESTS"  # the path of the file, of a machine with such a link
-_TIMEOUT_S = 30.0  # without a byte from the server
+_TIMEOUT_S = 30.0  # without a byte from the server, of an answer
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _MOST_BYTES = 64 * 2**20  # of requests, uncompressed
 
@@ -72,6 +74,7 @@ class PresignedStore:
         self.url = url
         self.endpoint = ""  # each request has its own
         self._file = file
+        self._limits = UploadLimits()
         self._read_at = 0
         self._requests = self._newest()
 
@@ -143,7 +146,10 @@ class PresignedStore:
         request = urllib.request.Request(url, data, headers, method="GET" if data is None else "PUT")
         what = f"cannot {verb} {key} in {self.url}"
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            with (
+                nullcontext(_TIMEOUT_S) if data is None else self._limits.timed(len(data)) as limit_s,
+                urllib.request.urlopen(request, timeout=limit_s) as answer,
+            ):
                 return int(answer.status), answer.read()
         except urllib.error.HTTPError as error:
             body = error.read(2**16)

@@ -143,7 +143,7 @@ class RetryingStore:
 
     def without_read_back(self) -> "RetryingStore":
         found = RetryingStore(
-            *(self._opened.store, self._clock, self._rng, self._policy), read_back=False, is_leaving=self._is_leaving
+            self._opened.store, self._clock, self._rng, self._policy, read_back=False, is_leaving=self._is_leaving
         )
         found._opened = self._opened
         return found

@@ -6,6 +6,7 @@ names that s3fs uses.
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES,
 from diloco_orchestrator.store.s3_credentials import ENV_WRITING_PROFILE
 
 if TYPE_CHECKING:
-    from obstore.store import S3Store
+    from obstore.store import ClientConfig, S3Store
 
 OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
 _CLIENT_KWARGS = ("region_name", "endpoint_url")
@@ -38,13 +39,13 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     session, settings = _session_of(url, options)
     credentials = _credentials(session, settings, url)
     endpoint = settings.get("endpoint_url") or _endpoint_of(session)
-    store = _obstore(parts.netloc, prefix, credentials, endpoint, session.region_name)
-    writing = {**options, "profile": profile} if (profile := os.environ.get(ENV_WRITING_PROFILE)) else options
-    writes = None
-    if writing is not options:
-        writes = _obstore(
-            parts.netloc, prefix, _credentials(*_session_of(url, writing), url), endpoint, session.region_name
-        )
+    opened = partial(_obstore, parts.netloc, prefix, credentials, endpoint, session.region_name)
+    writing, writer, writes = options, opened, None
+    if profile := os.environ.get(ENV_WRITING_PROFILE):
+        writing = {**options, "profile": profile}
+        theirs = _credentials(*_session_of(url, writing), url)
+        writer = partial(_obstore, parts.netloc, prefix, theirs, endpoint, session.region_name)
+        writes = writer(CLIENT_OPTIONS)
 
     from diloco_orchestrator.store.s3_multipart import MultipartUploads
 
@@ -53,7 +54,15 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
 
     uploads = MultipartUploads(client, parts.netloc, prefix)
     plain = plain_endpoint(endpoint or "")
-    return ObstoreEngine(store, url.rstrip("/"), uploads, single_put_limit, endpoint=plain, writes=writes)
+    return ObstoreEngine(
+        opened(CLIENT_OPTIONS),
+        url.rstrip("/"),
+        uploads,
+        single_put_limit,
+        endpoint=plain,
+        writes=writes,
+        writer=writer,
+    )
 
 
 def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
@@ -71,14 +80,20 @@ def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     session, settings = _session_of(url, options)
     endpoint = f"{(settings.get('endpoint_url') or _HF_GATEWAY).rstrip('/')}/{namespace}"
     credentials = _credentials(session, settings, url)
-    store = _obstore(name, prefix, credentials, endpoint, _DEFAULT_REGION, disable_bulk_delete=True)
-    return ObstoreEngine(store, url.rstrip("/"), endpoint=endpoint)
+    opened = partial(_obstore, name, prefix, credentials, endpoint, _DEFAULT_REGION, disable_bulk_delete=True)
+    return ObstoreEngine(opened(CLIENT_OPTIONS), url.rstrip("/"), endpoint=endpoint, writer=opened)
 
 
 def _obstore(
-    bucket: str, prefix: str, credentials: Any, endpoint: str | None, region: str | None, **more: Any
+    bucket: str,
+    prefix: str,
+    credentials: Any,
+    endpoint: str | None,
+    region: str | None,
+    client: "ClientConfig",
+    **more: Any,
 ) -> "S3Store":
-    """obstore's store of a bucket. `more`: other settings of it.
+    """obstore's store of a bucket. `client`: options of its HTTP client; `more`: other settings of it.
 
     `credentials`: botocore's; None: requests are not signed. `endpoint`: None for Amazon's own.
     """
@@ -95,7 +110,7 @@ def _obstore(
         skip_signature=credentials is None,
         unsigned_payload=_is_tls(endpoint),
         credential_provider=None if credentials is None else BotocoreCredentials(credentials),
-        client_options={**CLIENT_OPTIONS, "allow_http": not _is_tls(endpoint)},
+        client_options={**client, "allow_http": not _is_tls(endpoint)},
         retry_config=NO_RETRIES,
         **more,
     )
@@ -197,9 +212,10 @@ def _client(session: Any, endpoint: str | None, anonymous: bool, **more: str) ->
         s3={"payload_signing_enabled": not _is_tls(endpoint)},
         **({"signature_version": UNSIGNED} if anonymous else more),
     )
-    return session.client(
-        "s3", endpoint_url=endpoint, region_name=session.region_name or _DEFAULT_REGION, config=config
-    )
+    # The file in which obstore looks for certificates; boto3 knows a name of its own alone.
+    trusted = None if os.environ.get("AWS_CA_BUNDLE") else os.environ.get("SSL_CERT_FILE")
+    region = session.region_name or _DEFAULT_REGION
+    return session.client("s3", endpoint_url=endpoint, region_name=region, config=config, verify=trusted)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

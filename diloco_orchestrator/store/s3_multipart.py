@@ -8,6 +8,7 @@ stay in the bucket until a lifecycle rule (AbortIncompleteMultipartUpload) remov
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError  # type: ignore[import-untyped]
@@ -31,6 +32,7 @@ class MultipartUploads:
     def __init__(self, make_client: Callable[[], Any], bucket: str, prefix: str, part_size: int = PART_SIZE) -> None:
         self._make_client = make_client
         self._made: Any = None
+        self._making = Lock()  # of writers at once: a client takes .2 s of CPU time
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_size = part_size
@@ -51,9 +53,10 @@ class MultipartUploads:
 
     @property
     def _client(self) -> Any:
-        if self._made is None:
-            self._made = self._make_client()
-        return self._made
+        with self._making:
+            if self._made is None:
+                self._made = self._make_client()
+            return self._made
 
     def _exists(self, where: dict[str, str]) -> bool:
         try:

@@ -98,8 +98,16 @@ class Coordinator:
         self._requests = means.requests(run_log, run_log.launched(begin.record), self._config)
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(
-            *(run_log, self._seen, reader.attempts, numbers, self.leg),
-            *(self._vendor, clock, self._policy, stamp, sending),
+            run_log,
+            self._seen,
+            reader.attempts,
+            numbers,
+            self.leg,
+            self._vendor,
+            clock,
+            self._policy,
+            stamp,
+            sending,
         )
         self._end = EndOfLeg(run_log, begin, stamp)
         self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
@@ -150,7 +158,10 @@ class Coordinator:
         asked = self.reader.log.scaled_to(self.leg)[1] if self._scales else None
         elsewhere = self._book.observe(self._fleet.views, now) if self._book else ()
         view = fleet_policy.FleetView(
-            *(self._fleet.views, self._stopped_at, halt, self._watched_since),
+            self._fleet.views,
+            self._stopped_at,
+            halt,
+            self._watched_since,
             wanted=None if self._book else asked or self._config.replicas,
             elsewhere=elsewhere,
             offered=self._offered if asked is None else (),

@@ -147,7 +147,12 @@ class PlaceBook:
         view = placing.PlacesView(
             places,
             [_seat_of(each, launches, cancelled, self._overpaid.get(each.who, 0.0)) for each in views],
-            *(self._round, self._round_ended, self._moved_round, asked, left_usd, self._heading),
+            self._round,
+            self._round_ended,
+            self._moved_round,
+            asked,
+            left_usd,
+            self._heading,
         )
         numbers = {each.replica_id: each.attempt for each in views}
         while not isinstance(decision := placing.place(view, now, self.limits), placing.Wait):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Pulse:
     """The content of the next heartbeat, which the training thread writes and the heartbeat's thread reads."""
 
-    phase: str = "starting"  # starting, scoring, training, waiting or snapshot
+    phase: str = "starting"  # starting, scoring, training, publishing, waiting or snapshot
     round: int = 0
     inner_step: int = 0  # of the open round
     loss: float | None = None

@@ -14,7 +14,7 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN, undisturbe
 log = logging.getLogger(__name__)
 
 
-class HeldOutGuardCallback(TrainerCallback):
+class HeldOutGuardCallback(TrainerCallback):  # type: ignore[misc]
     """Passes each logged training metric, with the model's held-out score, to a guard, and stops a collapsing training.
 
     One update per `logging_steps`, whatever the gradient accumulation: the trainer logs once after an optimizer step. A

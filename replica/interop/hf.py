@@ -73,7 +73,7 @@ def train_as_replica(
         callback.close()
 
 
-class ReplicaCallback(TrainerCallback):
+class ReplicaCallback(TrainerCallback):  # type: ignore[misc]
     """Callback by which a Hugging Face trainer trains as a replica of a run; `train_as_replica` adds it to a trainer.
 
     Add it yourself if you call `trainer.train()` yourself; the arguments are those of `train_as_replica`. It joins the
@@ -131,7 +131,9 @@ class ReplicaCallback(TrainerCallback):
             log.info(
                 "the train dataset is dealt over the %d replicas, batch by batch: this one takes batches %d, %d, ... "
                 "If the dataset is this replica's part already, pass shard=False.",
-                *(ctx.replicas, ctx.replica_id, ctx.replica_id + ctx.replicas),
+                ctx.replicas,
+                ctx.replica_id,
+                ctx.replica_id + ctx.replicas,
             )
         if self._shard:
             ranks = list(map(ctx._attempt.config.ranks_of, range(ctx.replicas)))

@@ -174,7 +174,8 @@ def adapt_trainer(trainer: Any, total_steps: int) -> None:
         log.info(
             "max_steps=%d is more than the run's %d inner steps, which end it: learning rates follow the first part of "
             "the schedule. Leave max_steps out for a schedule as long as the run.",
-            *(args.max_steps, total_steps),
+            args.max_steps,
+            total_steps,
         )
 
 

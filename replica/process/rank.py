@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -163,9 +164,8 @@ def _train(
     beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
         ranks = joined(place, store=attempt.store, background=background)
-        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice.interrupt_if, ranks)
+        return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice, ranks)
     finally:
-        notice.interrupt_if(lambda: False)
         beats.stop()
         events.alive(attempt.pulse)  # as it is at the end
 
@@ -177,8 +177,13 @@ def joined(place: RankPlace, **own: object) -> Any:
     collective takes longer than `place.timeout_s`.
 
     `own`: objects of which every rank has its own, by name. Raises `ConfigError` if this machine has GPUs, but fewer
-    than ranks on it.
+    than ranks on it, or does not run Linux.
     """
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"replicas of several ranks need Linux, and this machine runs {platform.system()}: leave ranks_per_replica "
+            "at 1 here, or launch on machines with Linux."
+        )
     # Imported late: what comes before, such as a refused configuration, needs no torch.
     import torch
     import torch.distributed as dist
@@ -226,7 +231,8 @@ def joined(place: RankPlace, **own: object) -> Any:
 
 def _die_with(parent: int) -> None:
     """Make the kernel kill this process when the process `parent`, which started it, dies, even by SIGKILL."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DIED, signal.SIGKILL)
+    if sys.platform == "linux":  # elsewhere `joined` refuses
+        ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DIED, signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(1)
 

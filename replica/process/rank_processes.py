@@ -104,7 +104,9 @@ class RankProcesses:
             log.warning(
                 "this machine trains replica %d with %d ranks, and the run's configuration says %d: its contributions "
                 'count like those of others, however many tokens they are of (weights="uniform")',
-                *(replica_id, count, said),
+                replica_id,
+                count,
+                said,
             )
         with tempfile.TemporaryDirectory(prefix="diloco-ranks-") as folder:
             try:

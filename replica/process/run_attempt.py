@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import TracebackType
@@ -57,7 +58,6 @@ from diloco_orchestrator.store.open_store import LASTING, open_store
 log = logging.getLogger(__name__)
 
 LoadEntrypoint = Callable[[str], Callable[[Any], None]]
-InterruptIf = Callable[[Callable[[], bool]], None]
 
 # Exit code and reason, which may name fields of the error, by error type; the first matching row decides. Any other
 # error is worth another attempt.
@@ -104,16 +104,21 @@ class LeavingNotice:
     def install(self) -> None:
         """Install a SIGTERM handler that gives the notice to leave: from then on calls of this object return True.
 
-        Where `interrupt_if` says so the handler also raises `Preempted`. Raises `ValueError` outside the main thread.
+        Within `interrupting` the handler may also raise `Preempted`. Raises `ValueError` outside the main thread.
         """
         signal.signal(signal.SIGTERM, self._on_signal)
 
-    def interrupt_if(self, is_unheard: Callable[[], bool]) -> None:
-        """Make SIGTERM raise `Preempted` in the main thread if `is_unheard()`, which is called when the signal arrives.
+    @contextmanager
+    def interrupting(self, is_unheard: Callable[[], bool]) -> Iterator[None]:
+        """Context in which SIGTERM raises `Preempted` in the main thread if `is_unheard()` returns True on its arrival.
 
         `is_unheard` returns True while the training function does not poll this object and would miss the notice.
         """
         self._is_unheard = is_unheard
+        try:
+            yield
+        finally:
+            self._is_unheard = lambda: False
 
     def _on_signal(self, *_: Any) -> None:
         self._given = True
@@ -134,10 +139,9 @@ def run_attempt(
     clock: Clock,
     background: Background,
     environ: Mapping[str, str],
-    should_leave: Callable[[], bool],
     load_libraries: Callable[[], None],
     load_entrypoint: LoadEntrypoint,
-    interrupt_if: InterruptIf = lambda _: None,
+    notice: LeavingNotice | None = None,
     ranks: int | None = None,
     train_in_ranks: Callable[[Attempt, int], Ending] = _refuse_ranks,
     dump_stacks_after: Callable[[float], None] = lambda _: None,
@@ -148,10 +152,9 @@ def run_attempt(
         url: the run's folder.
         launched: digests that the run's configuration must have.
         environ: this process's environment, with storage options and names of secrets.
-        should_leave: whether a preemption notice has come.
         load_libraries: imports what training needs, in this thread, while the attempt is claimed in the background.
         load_entrypoint: returns the user's training function named "module:function".
-        interrupt_if: `LeavingNotice.interrupt_if` of that notice; called before and after training.
+        notice: says when this process should leave; None: never.
         ranks: number of ranks of the replica on this machine; None: that of the configuration.
         train_in_ranks: trains in so many other processes, for a replica of several ranks.
         dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
@@ -160,15 +163,16 @@ def run_attempt(
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
     """
+    notice = notice or LeavingNotice(clock)
     try:
         options = json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")
-        store = of_run(open_store(url, options, clock=clock, retry=LASTING, is_leaving=should_leave), environ)
+        store = of_run(open_store(url, options, clock=clock, retry=LASTING, is_leaving=notice), environ)
     except Exception as error:  # without a store no record can hold it, of whatever kind it is
         return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)
 
     def join() -> _Joined:
-        attempt = claim_attempt(store, replica_id, number, clock, stamp, should_leave, background, launched)
+        attempt = claim_attempt(store, replica_id, number, clock, stamp, notice, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
         silent_s = attempt.config.retry.hung_after_s / 2  # before a coordinator counts it as hung and reads the output
@@ -197,10 +201,9 @@ def run_attempt(
             ending = caught(lambda: train_in_ranks(joined.attempt, count))
             assert ending is not None, "training has an ending"
         elif ending is None:
-            ending = call_entrypoint(joined.attempt, load_entrypoint, interrupt_if)
+            ending = call_entrypoint(joined.attempt, load_entrypoint, notice)
         if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
             ending = replace(ending, reason="vacated: the run was scaled down")
-        interrupt_if(lambda: False)
         joined.heartbeat.stop()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
@@ -251,7 +254,7 @@ def _ended_before(attempt: Attempt) -> Ending | None:
 def call_entrypoint(
     attempt: Attempt,
     load_entrypoint: LoadEntrypoint,
-    interrupt_if: InterruptIf = lambda _: None,
+    notice: LeavingNotice | None = None,
     ranks: Any = None,
 ) -> Ending:
     """Load and call the user's training function. Raises nothing: every error becomes an `Ending`.
@@ -259,7 +262,7 @@ def call_entrypoint(
     `ranks`: this process's place in a replica of several processes (`Ranks`); None in a replica of one.
     """
     try:
-        return _train_or_raise(attempt, load_entrypoint, interrupt_if, ranks)
+        return _train_or_raise(attempt, load_entrypoint, notice or LeavingNotice(attempt.clock), ranks)
     except StoreUnavailable as error:
         if attempt.should_leave():
             log.warning("asked to leave while the store is away, so that nothing could be published: %s", error)
@@ -284,7 +287,7 @@ def _row_of(error: BaseException) -> tuple[int, str] | None:
     return None if code is None else (code, reason.format(error=error))
 
 
-def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt_if: InterruptIf, ranks: Any) -> Ending:
+def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, notice: LeavingNotice, ranks: Any) -> Ending:
     entrypoint = attempt.config.entrypoint
     try:
         function = load_entrypoint(entrypoint)
@@ -296,9 +299,9 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, interrupt
 
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt, ranks)
-    interrupt_if(lambda: context.session is not None and context.session.is_unheard)
     try:
-        function(context)
+        with notice.interrupting(lambda: context.session is not None and context.session.is_unheard):
+            function(context)
     except ValueError as error:
         if "another FSDP group" not in str(error):
             raise

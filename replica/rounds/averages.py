@@ -66,7 +66,13 @@ def averages_of(
     pairs = [dealing.averagers(index) for index in range(len(base.shards(fragment)))]
     key = keys.reduced(dealing.round, attempt.replica_id)
     reducing = ScatterReduce(
-        *(attempt.store, attempt.clock, attempt.background, attempt.stamp, dealing.round, attempt.replica_id, pairs),
+        attempt.store,
+        attempt.clock,
+        attempt.background,
+        attempt.stamp,
+        dealing.round,
+        attempt.replica_id,
+        pairs,
         write=partial(_created, attempt, key),
         codec=codec or EXACT,
         aggregate=attempt.config.aggregate,

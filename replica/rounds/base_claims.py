@@ -98,7 +98,7 @@ class BaseClaims:
         try:
             assert leg is not None, "this leg began from that round's base"
             before = rebuild_beside(
-                *(self._attempt.log, leg), until=manifest.round - 1, owners=self._attempt.owners
+                self._attempt.log, leg, until=manifest.round - 1, owners=self._attempt.owners
             ).digest
         except (PayloadCorrupt, RecordInvalid) as error:
             log.warning("the base before round %d cannot be rebuilt any more: %s", manifest.round, error)

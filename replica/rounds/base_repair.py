@@ -81,7 +81,8 @@ class BaseRepair:
             )
         log.info(
             "round %d: its payloads were deleted by retention, or a snapshot is far ahead; skipped to round %d",
-            *(commit.round, self._tip.position.round),
+            commit.round,
+            self._tip.position.round,
         )
         self._contributor.recover()
 

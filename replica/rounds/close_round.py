@@ -62,7 +62,11 @@ class RoundCloser:
         self._checks = Checks(attempt, tip, self.work)
         self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
         self._received = ReceivedResponses(
-            *(attempt.store, attempt.background, requests.payloads, attempt.authors, self._checks.dealt),
+            attempt.store,
+            attempt.background,
+            requests.payloads,
+            attempt.authors,
+            self._checks.dealt,
             attempt.owners,
         )
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -275,9 +279,17 @@ class RoundCloser:
         if [manifest.replica_id for manifest in named] == [attempt.replica_id]:
             self._requests.check_own(named[0])
         scored = self._received.manifests(a.replica_id for a in answers if a.kind != "wrong_base")
-        known = opened.guard, attempt.config.guard, opened.round, self._tip.heldout, opened.roster
-        rebuildable = is_rebuildable(attempt.config, opened.outer_step)
-        folded = fold_round(*known, scored, named, rebuildable, self._checks.of_strangers())
+        folded = fold_round(
+            opened.guard,
+            attempt.config.guard,
+            opened.round,
+            self._tip.heldout,
+            opened.roster,
+            scored,
+            named,
+            is_rebuildable(attempt.config, opened.outer_step),
+            self._checks.of_strangers(),
+        )
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
         halt = self._halt.reason if self._halt else ""
         conclusion = rounds.conclude(decision, position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
@@ -327,8 +339,7 @@ class RoundCloser:
         nothing. Raises as `close` does.
         """
         run_log = self._attempt.log
-        at_hand = self._received.by_digest(), self._checks.by_sha256
-        entry = run_log.checked(entry, self._tip.value.last, *at_hand)
+        entry = run_log.checked(entry, self._tip.value.last, self._received.by_digest(), self._checks.by_sha256)
         ahead = [] if self._in_step else run_log.snapshots_ahead(entry.commit.round, self._attempt.begin)
         if ahead and ConfirmedSnapshots(run_log).newest(1, ahead):
             self._repair.skip_to_newer_snapshot(entry.commit)

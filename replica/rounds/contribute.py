@@ -154,7 +154,10 @@ class Contributor:
             if existing.write_id != manifest.write_id:
                 log.warning(
                     "round %d: attempt %d of this replica contributed first; attempt %d drops its own %d inner steps",
-                    *(round_, existing.attempt, attempt.number, fields.steps),
+                    round_,
+                    existing.attempt,
+                    attempt.number,
+                    fields.steps,
                 )
             manifest = existing
         self.own = manifest
@@ -237,8 +240,13 @@ class Contributor:
 
     def recover_carry(self) -> None:
         """Drop unaveraged work that was trained from a wrong base. Called after a rebuild gave the base other bits."""
-        what = self._tip.closed_rounds, self.history.of, self._tip.commit_of, self._claims.is_right
-        self._debt.recover(*what, self._before_this_leg())
+        self._debt.recover(
+            self._tip.closed_rounds,
+            self.history.of,
+            self._tip.commit_of,
+            self._claims.is_right,
+            self._before_this_leg(),
+        )
 
     def _before_this_leg(self) -> Iterator[tuple[Contribution, bool]]:
         """(manifest of this replica, whether it was averaged) of the rounds before the last resume, newest first.

@@ -249,8 +249,17 @@ class Debt:
         share = norm / whole if (whole := math.hypot(norm, payload.norm)) else 0.0
         if save:
             key, cache = partial(keys.residual, attempt.replica_id, round_, attempt.number), owners.make(PayloadCache)
-            what = attempt.store, key, residual, "fp32", payload.shard_numel, cache, self._background
-            saved = publish(*what, owners=owners, fragment=fragment)
+            saved = publish(
+                attempt.store,
+                key,
+                residual,
+                "fp32",
+                payload.shard_numel,
+                cache,
+                self._background,
+                owners=owners,
+                fragment=fragment,
+            )
             owners.each(PayloadCache.close, cache)
         return Residual(share=float(f"{share:.3g}"), saved=saved, missing=missing)
 

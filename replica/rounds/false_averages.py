@@ -117,7 +117,9 @@ class FalseAverages:
         self.distrusted.update(average.replicas)
         log.error(
             "round %d: replica %s published an average of shard %d that the payloads do not give",
-            *(average.round, who, average.shard),
+            average.round,
+            who,
+            average.shard,
         )
         if len(average.replicas) > 1:  # owner and checker: others may have used it
             self._proved_before, self._rebuild_due = self._round, True

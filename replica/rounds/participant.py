@@ -180,8 +180,9 @@ class Participant:
         fields = replace(fields, buffers=self.buffers.changed())
         if in_background:
             self._begin(lambda: self._contribute(form, fields))
-        else:
-            self._contribute(form, fields)
+            return
+        self._attempt.pulse.phase = "publishing"
+        self._contribute(form, fields)
 
     def _contribute(self, form: Callable[[], Vector], fields: ContributionFields) -> None:
         if self._closer.trained_in_vain():

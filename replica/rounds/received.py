@@ -217,8 +217,15 @@ class ReceivedResponses:
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
         if shards := self._dealing(manifests) if payloads else []:
-            what = self._owners, self._store, self._background, self._cache, shards, expected.shards_at_once
-            self._owners.each(_fetch_own, *what)
+            self._owners.each(
+                _fetch_own,
+                self._owners,
+                self._store,
+                self._background,
+                self._cache,
+                shards,
+                expected.shards_at_once,
+            )
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
@@ -292,8 +299,17 @@ class ReceivedResponses:
         """
         if not shards:
             return []
-        what = self._owners, self._store, self._background, self._cache, shards, expected.shards_at_once
-        found = merged(self._owners.each(_verify_own, *what))
+        found = merged(
+            self._owners.each(
+                _verify_own,
+                self._owners,
+                self._store,
+                self._background,
+                self._cache,
+                shards,
+                expected.shards_at_once,
+            )
+        )
         errors = [found[shard.name] for shard in shards]
         self._read_as |= {shard.name: str(error or "") for shard, error in zip(shards, errors, strict=True)}
         return errors

@@ -150,7 +150,12 @@ class SnapshotWriter:
         """
         attempt = self._attempt
         take = write_snapshot(
-            *(attempt.store, tip.base_round, tip.base, digest, self._with_buffers(tip), attempt.stamp),
+            attempt.store,
+            tip.base_round,
+            tip.base,
+            digest,
+            self._with_buffers(tip),
+            attempt.stamp,
             limit=attempt.object_limit,
             by=attempt.replica_id,
         )

@@ -65,7 +65,9 @@ class RoundTiming:
         if launching:
             log.warning(
                 "round %d: no quorum for %.0f s, but replicas %s are being launched: waiting on",
-                *(self._tip.open.round, self._now() - self._first_waiting_since, launching),
+                self._tip.open.round,
+                self._now() - self._first_waiting_since,
+                launching,
             )
             self._waiting_since = self._now()
         return bool(launching)

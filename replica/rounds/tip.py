@@ -147,8 +147,16 @@ class HeldTip:
         """
         config = self._attempt.config
         stepped = self._attempt.owners.each(
-            *(_stepped, self.base, self.open.fragment, contributions, read_shard, config, keep_average),
-            *(self._adapters, averages, entry.commit.average_codec),
+            _stepped,
+            self.base,
+            self.open.fragment,
+            contributions,
+            read_shard,
+            config,
+            keep_average,
+            self._adapters,
+            averages,
+            entry.commit.average_codec,
         )
         left_out = sorted((each for _, of_rank in stepped for each in of_rank), key=lambda each: each.shard)
         self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
@@ -186,7 +194,11 @@ def _stepped(
     left_out = list[LeftOut]()
     with denormals_kept():
         average = outer_step.average_and_step(
-            *(base, fragment, contributions, read_shard, config.outer),
+            base,
+            fragment,
+            contributions,
+            read_shard,
+            config.outer,
             aggregate=config.aggregate,
             codec=codec,
             keep_average=keep_average,

@@ -154,7 +154,6 @@ def _take_part(job: Job) -> int:
         clock=clock,
         background=ThreadBackground(),
         environ=environ,
-        should_leave=lambda: False,
         load_libraries=lambda: None,
         load_entrypoint=watched(Watch(**job.watch)),
         train_in_ranks=train_in_ranks,

@@ -16,6 +16,7 @@ from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSch
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import plain_name, unwrapped
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ class AttachedModel:
         config: RunConfig,
         tokenizer: Any,
         view: Callable[[Sequence[str]], FragmentView] | None,
-        frozen: Mapping[str, torch.Tensor],
+        frozen: PiecesOfRanks | None,
     ) -> "ModelParts":
         """The model's fragments, access to their values, and its parts of a snapshot. Raises `ConfigError`.
 
         `view`: makes the access to a fragment of named parameters, for a model in several ranks or sharded; None: all
-        values are in this process. `frozen`: the parameters that are not trained and are sharded, whole.
+        values are in this process. `frozen`: the parameters that are not trained and are sharded.
         """
         schedule = SyncSchedule(
             config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
@@ -62,7 +63,7 @@ class AttachedModel:
             self._check_ranks_support(config)
             views += map(view, names)
         if config.adapters == "mean":
-            return ModelParts(self, names, views, schedule, ModelFiles.of(self.module, tokenizer, frozen=frozen))
+            return ModelParts(self, names, views, schedule, ModelFiles.of(self.module, tokenizer, pieces=frozen))
         exact = ExactAdapters(self.module, self.parameters)
         return ModelParts(self, names, [ExactView(views[0], exact)], schedule, exact.model_files(tokenizer))
 
@@ -96,7 +97,8 @@ class AttachedModel:
             log.warning(
                 "%d trainable parameters, %r the first, are in no optimizer given to attach. If another one trains "
                 "them, attach it too, as in attach(model, [one, other]), so that its state is saved.",
-                *(len(left), left[0]),
+                len(left),
+                left[0],
             )
 
     def check_unchanged(self) -> None:

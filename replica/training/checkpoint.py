@@ -117,7 +117,8 @@ class Checkpoint:
                 each.load_state_dict(saved.stateful[name])
         log.info(
             "the state that attempt %d saved in round %d is loaded",
-            *(saved.contribution.attempt, saved.contribution.round),
+            saved.contribution.attempt,
+            saved.contribution.round,
         )
 
     def reset(self) -> None:

@@ -6,6 +6,7 @@ bytes.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
         for low, high, owner in ranges:
             within: list[tuple[int, int]] = []
             for rank in sorted(range(len(pieces)), key=lambda each: (each != owner, each)):
-                held = [part for each in pieces[rank].get(name, ()) if (part := _clipped(each, low, high))]
+                held = _within(pieces[rank].get(name, ()), low, high)
                 scattered += [Move(name, each.start, each.stop, rank, each.at, owner) for each in held]
                 new = [part for each in held for part in _without(each, within)]
                 gathered += [Move(name, each.start, each.stop, rank, each.at, owner) for each in new]
@@ -116,18 +117,22 @@ def exchange_plan(pieces: Sequence[Pieces], owned: Owned) -> ExchangePlan:
     return ExchangePlan(gathered, scattered)
 
 
-def _clipped(held: Range, low: int, high: int) -> Range | None:
-    """The part of the range `held` within elements [low, high); None if there is none."""
-    start, stop = max(held.start, low), min(held.stop, high)
-    return Range(start, stop, held.at + start - held.start) if start < stop else None
+def _within(held: Sequence[Range], low: int, high: int) -> list[Range]:
+    """The parts within elements [low, high) of ascending ranges, which may be as many as a tensor has rows."""
+    found = []
+    for index in range(bisect_right(held, low, key=lambda each: each.stop), len(held)):
+        start, stop = max(held[index].start, low), min(held[index].stop, high)
+        if start >= high:
+            break
+        found.append(Range(start, stop, held[index].at + start - held[index].start))
+    return found
 
 
 def _without(held: Range, covered: Sequence[tuple[int, int]]) -> Iterator[Range]:
     """The parts of the range `held` outside of `covered`, disjoint intervals in order."""
     at = held.start
-    for low, high in covered:
-        if high <= at:
-            continue
+    for index in range(bisect_right(covered, at, key=lambda each: each[1]), len(covered)):
+        low, high = covered[index]
         if low >= held.stop:
             break
         if low > at:

@@ -30,9 +30,10 @@ from diloco_orchestrator.replica.training.exchange import (
 from diloco_orchestrator.replica.training.fp32_shadow import Piece, PseudoGradient
 from diloco_orchestrator.replica.training.heldout_scorer import HeldoutFn, undisturbed, values_of
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in
+from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in, read_in_parts
 from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.snapshots.model_tensors import plain_name
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 
 Values = Mapping[str, torch.Tensor]
 _BLOCK = 1 << 20  # elements, of a sum
@@ -268,11 +269,12 @@ class Island:
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """In rank 0: the sharded parameters of the model that are not trained, whole, by name; elsewhere nothing."""
-        named = {plain_name(name): p for name, p in self._attached.module.named_parameters() if not p.requires_grad}
-        sharded = {name: named[name] for name in sorted(named) if is_sharded(named[name])}
-        return _gathered(self.ranks, sharded) if sharded else {}
+    def frozen(self) -> PiecesOfRanks:
+        """The sharded parameters of the model that are not trained, in the ranks that hold them."""
+        self._attached.reshard()
+        named = self._attached.module.named_parameters(remove_duplicate=False)
+        sharded = {plain_name(name): each for name, each in named if not each.requires_grad and is_sharded(each)}
+        return read_in_parts(self.ranks, sharded)
 
     def metrics(self) -> list[RankMetrics]:
         """The observations of each rank since the last call: metrics of its inner steps, in rank order.

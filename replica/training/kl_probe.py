@@ -130,7 +130,8 @@ class KLProbe:
                         f"{_shape(reference)}: forward must count the same tokens every time."
                     )
                 if len(logits):
-                    total += float(_kl_of_tokens(logits, reference.to(logits.device)).double().sum())
+                    found = _kl_of_tokens(logits, reference.to(logits.device)).cpu()  # Apple's GPU has no float64
+                    total += float(found.double().sum())
                     tokens += len(logits)
         return total / tokens
 

@@ -100,7 +100,9 @@ class ObservedMetrics:
             log.warning(
                 "observe(kl_to_init=%.3g) is %.0f times kl_hard_stop=%g in the first round, where the model is next to "
                 "its start: kl_to_init must be a mean over tokens, in nats per token, not a sum over sequences",
-                *(mean, mean / budget, budget),
+                mean,
+                mean / budget,
+                budget,
             )
 
     def warn_of_never_observed(self) -> None:

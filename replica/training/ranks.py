@@ -28,6 +28,7 @@ from diloco_orchestrator.replica.training.exchange import (
 )
 from diloco_orchestrator.replica.training.rank_owners import RankOwners
 from diloco_orchestrator.replica.training.signal_lines import SignalLines
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 
 T = TypeVar("T")
 
@@ -328,3 +329,12 @@ class Exchange:
 def pieces_in(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> list[Pieces]:
     """The ranges that each rank holds of tensors of the same names. Every rank calls it at the same time."""
     return ranks.everyone({name: ranges_in(tensor, name) for name, tensor in tensors.items()})
+
+
+def read_in_parts(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> PiecesOfRanks:
+    """Tensors of the same names in each rank, which no rank will have whole. Every rank calls it at the same time."""
+    plan = exchange_plan(pieces_in(ranks, tensors), {name: [(0, each.numel(), 0)] for name, each in tensors.items()})
+    ranges: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in tensors}
+    for move in sorted(plan.gathered, key=lambda each: each.start):
+        ranges[move.name].append((move.start, move.stop, move.holder, move.at))
+    return PiecesOfRanks(ranks.owners, ranges, {name: local_part(each) for name, each in tensors.items()})

@@ -40,6 +40,7 @@ class Generators:
     def __init__(self) -> None:
         self._python, self._cpu, self._numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
         self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         self._of_numpy = self._numpy.random.get_state() if self._numpy else None
 
     def restore(self) -> None:
@@ -47,6 +48,8 @@ class Generators:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         torch.cuda.set_rng_state_all(self._gpus)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)
         if self._numpy:
             self._numpy.random.set_state(self._of_numpy)
 
@@ -92,7 +95,7 @@ class SeparateDraws:
 
 
 def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
-    """The state of torch (CPU and CUDA), `random`, numpy if it is imported, and `generator` if given, as JSON."""
+    """The state of torch (CPU, CUDA and MPS), `random`, numpy if it is imported, and `generator` if given, as JSON."""
     seed = torch.initial_seed()
     state: dict[str, Any] = {
         "seed": seed,
@@ -104,6 +107,8 @@ def capture(generator: torch.Generator | None = None) -> dict[str, Any]:
         state["generator"] = _packed(_torch_bytes(generator.get_state()), _fresh_torch(generator.initial_seed()))
     if torch.cuda.is_available():
         state["cuda"] = [_text(each.numpy().tobytes()) for each in torch.cuda.get_rng_state_all()]
+    if torch.backends.mps.is_available():
+        state["mps"] = _text(torch.mps.get_rng_state().cpu().numpy().tobytes())
     if numpy := sys.modules.get("numpy"):
         state["numpy"] = _packed(_numpy_bytes(numpy.random.get_state()), _fresh_numpy(seed))
     return state
@@ -122,6 +127,8 @@ def restore(state: Mapping[str, Any], generator: torch.Generator | None = None) 
         generator.set_state(_torch_state(_unpacked(state["generator"], fresh, "torch")))
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_tensor(base64.b64decode(each)) for each in state["cuda"]])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(_tensor(base64.b64decode(state["mps"])))
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
         numpy.random.set_state(_numpy_state(_unpacked(state["numpy"], _fresh_numpy(seed), "numpy")))
 

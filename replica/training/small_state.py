@@ -92,7 +92,8 @@ class SmallState:
             log.warning(
                 "the optimizer has %d parameter groups, and had %d when its learning rates were saved: those that the "
                 "training function sets are used",
-                *(len(self._optimizer.param_groups), len(groups)),
+                len(self._optimizer.param_groups),
+                len(groups),
             )
             return
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):

@@ -9,7 +9,10 @@ from cli_support import diloco, diloco_here
 from clouds import modal
 from s3_server import S3Server
 
+from diloco_orchestrator.cli.executor_options import number
+
 SECRET = "wandb-secret-0011223344"
+PLAN = ["plan", "my_train:train", "--pin", "given"]  # uv is not asked, which takes a second; one test below does
 
 
 @pytest.fixture
@@ -60,6 +63,13 @@ def test_what_cannot_be_meant_is_refused_with_the_nearest(project: Path):
     assert not (project / "bucket").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("124M", 124_000_000), ("1.5B", 1_500_000_000), ("1e9", 10**9), ("7_000_000", 7_000_000)]
+)
+def test_a_count_is_read_as_people_write_it(text: str, count: int):
+    assert number(text) == count
+
+
 def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     options = ["--executor", "hf-jobs", "--hardware", "a100-large", "--replicas", "2", "--secret", "WANDB_API_KEY"]
     where = ["plan", "my_train:train", "--store", "bucket", "--parameters", "124M", "--max-hours", "3"]
@@ -69,34 +79,36 @@ def test_a_plan_shows_what_would_be_sent_where_and_for_how_much(project: Path):
     assert "992.0 MB up, 992.0 MB down a round" in done.stdout and "limits:    3 hours" in done.stdout
     assert "flavor: a100-large" in done.stdout and "WANDB_API_KEY: <redacted>" in done.stdout
     assert "1 files" in done.stdout and SECRET not in done.stdout
-    body = json.loads(diloco_here(*where, *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout)
+    body = json.loads(
+        diloco_here(*PLAN, *where[2:], *options, "--json", cwd=project, environ={"WANDB_API_KEY": SECRET}).stdout
+    )
     assert (
         body["hourly_usd"] == 5.0
         and body["requests"]["replica 0 (hf-jobs)"]["secrets"]["DILOCO_CODE_URL"] == "<redacted>"
     )
     assert not (project / "bucket").exists()
     for url in ("s3://bucket/run", "gs://bucket/run"):  # without credentials: nothing is signed
-        planned = diloco_here(*where[:3], url, *options[:2], cwd=project)
+        planned = diloco_here(*PLAN, "--store", url, *options[:2], cwd=project)
         assert planned.returncode == 0 and f"would have no credentials for {url}" in planned.stdout
 
 
 def test_a_plan_of_a_mixed_fleet_counts_its_replicas(project: Path):
     done = diloco_here(
-        "plan", "my_train:train", "--store", "bucket", "--executor", "local:1", "--executor", "modal:2", cwd=project
+        *PLAN, "--store", "bucket", "--executor", "local:1", "--executor", "modal:2", cwd=project
     )  # fmt: skip
     assert "3 replicas by local:1+modal:2" in done.stdout, done.stderr
     assert "replica 0 (local) would be sent:" in done.stdout and "replica 1 (modal) would be sent:" in done.stdout
 
 
 def test_options_that_parts_of_a_mixed_fleet_share_are_told_apart(project: Path):
-    fleet = ["plan", "my_train:train", "--store", "bucket", "--executor", "eks:1", "--executor", "modal:2"]
+    fleet = [*PLAN, "--store", "bucket", "--executor", "eks:1", "--executor", "modal:2"]
     done = diloco_here(*fleet, "--eks-gpu", "1", "--modal-gpu", "A100", "--oidc", cwd=project)
     assert done.returncode == 0 and "nvidia.com/gpu: 1" in done.stdout, done.stderr
     assert "--modal-gpu" in error_of(*fleet, "--gpu", "A100", cwd=project)
 
 
 def test_a_plan_has_price_and_memory_of_replicas_of_unequal_size(project: Path):
-    fleet = ["plan", "my_train:train", "--store", "bucket", "--replicas", "3", "--ranks", "4,1,4"]
+    fleet = [*PLAN, "--store", "bucket", "--replicas", "3", "--ranks", "4,1,4"]
     shown = diloco_here(*fleet, "--executor", "modal", "--gpu", "H100", "--parameters", "4B", cwd=project).stdout
     four, one = re.findall(r"ranks: +(.*) an hour each; beside the training (.*) GiB of host memory in each", shown)
     assert four[0].startswith("4 in replicas 0 and 2, ") and one[0].startswith("1 in replica 1, ")
@@ -108,14 +120,14 @@ def test_a_plan_has_price_and_memory_of_replicas_of_unequal_size(project: Path):
 
 
 def test_a_plan_has_the_machines_of_replicas_that_need_several(project: Path):
-    fleet = ["plan", "my_train:train", "--store", "s3://bucket/run", "--replicas", "2", "--ranks", "4,2"]
+    fleet = [*PLAN, "--store", "s3://bucket/run", "--replicas", "2", "--ranks", "4,2"]
     shown = diloco_here(*fleet, "--executor", "kubernetes", "--ranks-per-machine", "2", cwd=project).stdout
     assert "4 in replica 0, on 2 machines with 2 on each, with a GPU" in shown
     assert "2 in replica 1, on one machine, with a GPU" in shown and "completionMode: Indexed" in shown
 
 
 def test_a_limit_in_dollars_needs_prices(project: Path):
-    where = ["plan", "my_train:train", "--store", "bucket", "--max-cost-usd", "5"]
+    where = [*PLAN, "--store", "bucket", "--max-cost-usd", "5"]
     assert "--hourly-usd" in error_of(*where, "--executor", "kubernetes", cwd=project)
     given = diloco_here(*where, "--executor", "kubernetes", "--hourly-usd", "2.5", cwd=project).stdout
     assert "machines:  $10.00 an hour together" in given

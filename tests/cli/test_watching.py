@@ -173,13 +173,15 @@ def test_the_overview_says_what_the_guard_can_judge_by_now_while_the_run_goes_on
         assert ("the guard needs 5 more rounds to know the noise" in out.getvalue()) is shown
 
 
-def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus, RunStatus]):
+@pytest.mark.parametrize(("below", "rounds"), [(2, True), (15, False)])
+def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus, RunStatus], below: int, rounds: bool):
     out = StringIO()
-    with LivePanel(Console(file=out, force_terminal=True, width=80, height=24)) as panel:
+    with LivePanel(Console(file=out, force_terminal=True, width=80, height=24), below) as panel:
         panel.update(running(failed[0], 4, 3))
         panel.update(running(failed[0], 4, 4, state="completed"))
     last = out.getvalue().rpartition("completed")[2]
     assert last.count("training") == 4 and "\x1b[1A" not in last.replace("\x1b[?25h", "")
+    assert ("held-out before" in last) is rounds
 
 
 def test_the_overview_of_a_run_that_nobody_works_on_does_not_call_it_running(failed: tuple[RunStatus, RunStatus]):

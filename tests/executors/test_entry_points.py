@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from cli_support import diloco
+from cli_support import diloco, diloco_here
 
 ROOT = Path(__file__).parents[2]
 GROUP = "diloco_orchestrator.executors"
@@ -89,20 +89,23 @@ def python(code: str, *folders: Path, cwd: Path) -> "subprocess.CompletedProcess
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
-def test_an_installed_executor_has_its_options_on_the_command_line(install: Install, project: Path):
+def test_an_installed_executor_has_its_options_on_the_command_line(
+    install: Install, project: Path, monkeypatch: pytest.MonkeyPatch
+):
     site = install("their-package", {"their_farm": "their_module:TheirExecutor"}, their_module=THEIRS)
-    done = diloco("run", "--executor", "their_farm", "--help", cwd=project, environ=path_of(site))
+    monkeypatch.syspath_prepend(site)
+    done = diloco_here("run", "--executor", "their_farm", "--help", cwd=project)
     assert done.returncode == 0, done.stderr
     assert "eks, hf-jobs, join, kubernetes, local, modal, ray, slurm, their_farm" in " ".join(done.stdout.split())
     assert "--queue VALUE" in done.stdout and "Slots per replica.  [default: 1]" in done.stdout
 
-    run = ["plan", "my_train:train", "--store", "bucket", "--executor", "their_farm:2"]
-    done = diloco(*run, "--queue", "night", "--slots", "3", "--json", cwd=project, environ=path_of(site))
+    run = ["plan", "my_train:train", "--store", "bucket", "--executor", "their_farm:2", "--pin", "given"]
+    done = diloco_here(*run, "--queue", "night", "--slots", "3", "--json", cwd=project)
     assert done.returncode == 0, done.stderr
     sent = json.loads(done.stdout)["requests"]["replica 0 (their_farm)"]
     assert (sent["queue"], sent["slots"]) == ("night", 3)
 
-    done = diloco(*run, cwd=project, environ=path_of(site))
+    done = diloco_here(*run, cwd=project)
     assert done.returncode == 2 and "TheirExecutor needs queue: --queue VALUE" in done.stderr
 
 

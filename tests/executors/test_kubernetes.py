@@ -85,7 +85,9 @@ def rig(cluster: LoopbackKubernetes, tmp_path: Path) -> KubernetesRig:
 
 
 class TestKubernetes(ExecutorContract):
-    pass
+    @pytest.mark.slow  # two processes that import the SDK; local processes show the same in less time
+    def test_two_processes_that_launch_the_same_attempt_get_the_same_one(self, rig, executor):
+        super().test_two_processes_that_launch_the_same_attempt_get_the_same_one(rig, executor)
 
 
 # -- the request ------------------------------------------------------------------------------------------------------

@@ -1,19 +1,19 @@
 """Guard rules of other packages, found by their entry points: the docs' example in a whole run, and without it."""
 
-import os
+import importlib
 import re
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from page_blocks import blocks
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator import plan_launch
 from diloco_orchestrator.config import GuardConfig, make_config
 from diloco_orchestrator.errors import ConfigError, RecordTooNew
-from diloco_orchestrator.guard import RoundReports, fold
+from diloco_orchestrator.guard import RoundReports, fold, registry
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
@@ -45,9 +45,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.fixture
 def example(install: Install) -> None:
     """The example of docs/recipes/write_a_guard_rule.md, installed."""
-    text = (ROOT / "docs" / "recipes" / "write_a_guard_rule.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    entry = re.findall(r"^drop-v1 = .*$", text, re.MULTILINE)[0]
+    page = ROOT / "docs/recipes/write_a_guard_rule.md"
+    (code,) = blocks(page, "python")
+    (entry,) = re.findall(r"^drop-v1 = .*$", page.read_text(), re.MULTILINE)
     install("drop-rule", entry.replace('"', ""), drop_rule=code)
 
 
@@ -77,36 +77,37 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_an_installed_rule(example
     assert found.agrees and found.checked["rounds"] == 7
 
 
-def read_and_verified(folder: Path, *sites: Path) -> "subprocess.CompletedProcess[str]":
-    """What another process prints of a run: its state, then what `verify` finds."""
-    code = (
-        "from diloco_orchestrator import RunReader, open_store, verify\n"
-        f"url = {str(folder)!r}\n"
-        "print(RunReader(open_store(url)).status().state)\n"
-        "print(verify(url).disagreement.words)\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sites]))}
-    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes this process one that has not imported the example: without it, or with it as it lies in its folder now."""
+
+    def elsewhere(installed: bool) -> None:
+        monkeypatch.delitem(sys.modules, "drop_rule")
+        registry._installed.cache_clear()
+        importlib.invalidate_caches()
+        if not installed:
+            monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "site-drop-rule")])
+
+    yield elsewhere
+    registry._installed.cache_clear()
 
 
-def test_where_the_rule_is_not_installed_a_run_can_be_read_and_not_verified(example: None, tmp_path: Path):
-    fallen_run(tmp_path / "run")
-    done = read_and_verified(tmp_path / "run")
-    assert done.stdout.split() == ["halted"], done.stderr
-    last, section = done.stderr.splitlines()[-2:]
-    assert (
-        "RecordTooNew: the guard before round 1 needs the guard rule 'drop-v1', which is not installed here. `pip"
-        in last
-    )
-    assert section.endswith("#recordtoonew")
+def test_where_the_rule_is_not_installed_a_run_can_be_read_and_not_verified(example: None, elsewhere, tmp_path: Path):
+    store = fallen_run(tmp_path / "run").store
+    elsewhere(installed=False)
+    assert RunReader(store).status().state == "halted"
+    words = "the guard before round 1 needs the guard rule 'drop-v1', which is not installed here. `pip"
+    with pytest.raises(RecordTooNew, match=re.escape(words)):
+        verify_run(store)
 
 
-def test_a_package_that_judges_otherwise_under_the_same_name_disagrees(example: None, tmp_path: Path):
-    fallen_run(tmp_path / "run")
+def test_a_package_that_judges_otherwise_under_the_same_name_disagrees(example: None, elsewhere, tmp_path: Path):
+    store = fallen_run(tmp_path / "run").store
     module = tmp_path / "site-drop-rule" / "drop_rule.py"
     module.write_text(module.read_text().replace("DROP, ROUNDS = 0.2, 3", "DROP, ROUNDS = 9.0, 3"))
-    done = read_and_verified(tmp_path / "run", module.parent)
-    assert done.stdout.splitlines()[1:] and done.stdout.splitlines()[1].startswith("guard is"), done.stderr
+    elsewhere(installed=True)
+    found = verify_run(store)
+    assert found.disagreement and found.disagreement.words.startswith("guard is")
 
 
 def test_a_misspelt_rule_is_refused_with_the_nearest_installed_one(example: None):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection import doctor
@@ -26,6 +27,12 @@ def test_a_torch_that_sees_no_gpu_is_a_failure_where_there_is_one():
     if "sees no GPU" in found.detail:
         assert not found.ok and "built for the CUDA version" in found.todo
     assert doctor._torch(has_gpu=False, wanted=False).ok
+
+
+def test_apples_gpu_is_named_where_torch_sees_one(monkeypatch: pytest.MonkeyPatch):
+    assert "MPS" not in doctor._torch(has_gpu=False, wanted=False).detail
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert doctor._torch(has_gpu=False, wanted=False).detail.endswith("threads; it sees Apple's GPU (MPS)")
 
 
 @pytest.mark.parametrize(

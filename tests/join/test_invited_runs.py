@@ -1,9 +1,12 @@
 """A whole run with a stranger: a link, a machine without any account, temporary credentials of a token service."""
 
+import base64
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,12 @@ from signed_s3 import running_signed_s3
 from diloco_orchestrator import RunReader, launch
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.link import Link
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_store import identity_of_user, of_run
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.presigned import Requests
 from diloco_orchestrator.store.s3 import open_s3
 
 pytestmark = pytest.mark.slow
@@ -114,17 +119,26 @@ def test_a_machine_without_an_account_takes_part_by_a_link(server: IamServer, tm
 
 
 def take_part(
-    url: str, account: dict[str, str], alone: dict[str, str], invitation: list[str], tmp_path: Path, monkeypatch: Any
+    url: str,
+    account: dict[str, str],
+    alone: dict[str, str],
+    invitation: list[str],
+    tmp_path: Path,
+    monkeypatch: Any,
+    has_ended: Callable[[Link], bool] = lambda link: True,
 ) -> str:
     """Play a run of two machines with the account and a stranger's, all averaged in each round; returns the link.
 
-    `alone`: the environment of the stranger's machine, beside that of every process.
+    `alone`: the environment of the stranger's machine, beside that of every process. `has_ended`: whether the access in
+    the link has; the stranger's replica waits for it in the second round.
     """
     for name, value in account.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, ROOT / "tests/support"])))
+    monkeypatch.syspath_prepend(ROOT / "tests/support")
     executor = JoinExecutor(machines=(identity_of_user().public.text(),))
-    run = launch("tiny_workloads:train", store=url, executor=executor, **SETTINGS)
+    args = {"folder": str(tmp_path), "hold": [2]}
+    run = launch("tiny_workloads:train_holding", store=url, executor=executor, args=args, **SETTINGS)
     mine = {**account, "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
     made = diloco(tmp_path, mine, "invite", url, "--replica", "2", "--expires", "1h", *invitation)
     link, said = made.communicate()
@@ -137,8 +151,14 @@ def take_part(
         for each in (0, 1)
     ]
     machines.append(diloco(tmp_path / "stranger", alone, "join", link.strip(), "--every", EVERY_S))
+
+    def supervise() -> None:
+        none_left(machines)
+        if (tmp_path / "held-2").exists() and has_ended(Link.parse(link)):
+            (tmp_path / "release").touch()
+
     try:
-        result = run.wait(on_poll=lambda: none_left(machines))
+        result = run.wait(on_poll=supervise)
         said = "".join(each.communicate(timeout=60)[1] for each in machines)
     finally:
         for each in machines:
@@ -164,13 +184,22 @@ def test_a_machine_without_an_account_takes_part_by_a_link_to_a_run_on_r2(tmp_pa
 
 
 def test_a_machine_without_an_account_takes_part_by_signed_requests_alone(tmp_path: Path, monkeypatch):
-    """Each of a minute: where this machine is slow the run lasts longer than some of them."""
+    """Each of a minute: in the second round its replica waits until those of the link have ended."""
+
+    def has_ended(link: Link) -> bool:
+        requests = Requests.from_bytes(base64.urlsafe_b64decode(link.requests))
+        try:
+            urllib.request.urlopen(requests.read[keys.RUN][1]).close()
+        except urllib.error.HTTPError as error:
+            return error.code == 403
+        return False
+
     with running_signed_s3() as server:
         invitation = ["--presigned", "--credentials-last", "1m"]
-        link = take_part(ON_R2, server.environ(), {}, invitation, tmp_path, monkeypatch)
+        link = take_part(ON_R2, server.environ(), {}, invitation, tmp_path, monkeypatch, has_ended)
         by_url, refused = server.server.by_url, server.server.refused_urls
-        print(len(by_url), "different requests,", len(refused), "refused")
-        assert not refused
+        print(len(by_url), "different requests")
+        assert {path for _, path in refused} == {"/bucket/runs/a/run.json"}, refused  # ours, above
         written = [path for method, path in by_url if method == "PUT"]
         bucket = open_s3(ON_R2, {})
         theirs = [

@@ -214,7 +214,9 @@ def digests_in_a_process(program: str, threads: int, **environ: str) -> list[str
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", pytest.param("avx512", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "capability", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("default", "avx512")), "avx2"]
+)
 @pytest.mark.parametrize("threads", [*(pytest.param(few, marks=pytest.mark.slow) for few in (1, 2)), 4])
 def test_five_rounds_denormals_ties_and_huge_values_have_these_bits_on_every_cpu(capability, threads):
     """With fused multiply-add, which avx2 has and default has not, torch.optim.SGD gives two different digests."""
@@ -223,7 +225,8 @@ def test_five_rounds_denormals_ties_and_huge_values_have_these_bits_on_every_cpu
     assert found == [GOLDEN, GOLDEN_EDGES, GOLDEN_AGGREGATES]
 
 
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow  # test_golden_arithmetic.py has the same in one process
+@pytest.mark.parametrize("threads", [1, 4])
 def test_flush_to_zero_is_off_around_our_steps_and_on_again_after_them(threads):
     found = digests_in_a_process(
         "from diloco_orchestrator.outer.arithmetic import *; torch.set_flush_denormal(True);"

@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("built")
     tree = folder / "checkout"
     for name in git("ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
-        if name.startswith(("diloco_orchestrator/", "executors/", "replica/")) or "/" not in name:
+        if name.startswith(("diloco_orchestrator/", "executors/", "replica/", "docs/reference/")) or "/" not in name:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name, follow_symlinks=False)
     git("init", "-q", cwd=tree)
@@ -140,6 +140,12 @@ def test_a_run_is_read_without_torch(light, command, run):
     words = ["--replica", "0"] if command == "logs" else [f"{run}.html"] if command == "report" else []
     done = light(command, run, *words)
     assert done.returncode == 0 and done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_installed_command_prints_the_section_about_an_error(light):
+    refused = light("status", "nowhere")
+    command = refused.stderr.partition("More: diloco ")[2].partition(", or docs/reference")[0]
+    assert light(*command.split()).stdout.startswith("NoSuchRun: There is no run in this folder. Do: ")
 
 
 def test_help_to_join_needs_no_torch(light):

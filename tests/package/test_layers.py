@@ -1,6 +1,7 @@
 """The shape of the package: imports go down only, the surface is light and complete."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -58,6 +59,7 @@ def long_name(name: str) -> str:
     return f"diloco_orchestrator.{name}" if name.partition(".")[0] in SHORT_NAMES else name
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Our modules by their long names; each file once, where it lies."""
     found = {}
@@ -69,6 +71,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Long names of our own modules that a file imports, inside functions too; type-checking imports count."""
     found = set()
@@ -80,6 +83,7 @@ def imports_of(path: Path) -> set[str]:
     return {long_name(name) for name in found if name.split(".")[0] in PACKAGES}
 
 
+@functools.cache
 def layer_of(name: str) -> int:
     """The layer of the longest listed name that `name` lies in."""
     listed = [
@@ -91,10 +95,14 @@ def layer_of(name: str) -> int:
     return max(listed)[1]
 
 
-@pytest.mark.parametrize("name", [m for m in modules() if m != "diloco_orchestrator"])
-def test_imports_go_down_only(name):
-    for imported in imports_of(modules()[name]):
-        assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which lies above it"
+def test_imports_go_down_only():
+    up = [
+        f"{name} imports {imported}, which lies above it"
+        for name, path in modules().items()
+        for imported in imports_of(path)
+        if name != "diloco_orchestrator" and layer_of(imported) > layer_of(name)
+    ]
+    assert not up, "\n".join(up)
 
 
 def rooms(depth: int) -> dict[str, set[str]]:
@@ -152,6 +160,7 @@ def test_none_of_our_code_imports_the_trainers_of_others(library):
     assert users == []
 
 
+@functools.cache
 def all_imports(path: Path) -> set[str]:
     nodes = nodes_of(path)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

@@ -7,14 +7,15 @@ import traceback
 from pathlib import Path
 
 import pytest
+from page_blocks import prose
 
+from diloco_orchestrator.cli.read_commands import about_error
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError
 from diloco_orchestrator.executors.contract import Unavailable
 from diloco_orchestrator.guard.heldout import CollapseStopError, TripwireStatus
 from diloco_orchestrator.replica.testing.report import ReplicaUnsound
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^(```+).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|<(?:a href|img src)=\"([^\"]+)\"")
 
 
@@ -23,11 +24,6 @@ def tracked(*patterns: str) -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [path for name in sorted(set(listed)) if (path := ROOT / name).is_file() and not path.is_symlink()]
-
-
-@functools.cache
-def prose(page: Path) -> str:
-    return _FENCE.sub("", page.read_text())
 
 
 @functools.cache
@@ -145,8 +141,19 @@ def test_every_error_that_is_raised_on_purpose_has_a_section():
     classes = [each for module in (errors, contract) for each in vars(module).values() if isinstance(each, type)]
     named = {each.__name__ for each in classes if issubclass(each, Exception)} | {CollapseStopError.__name__}
     page = (ROOT / "docs/reference/troubleshooting.md").read_text()
-    missing = named - {"DilocoError", "Documented"} - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+    named -= {"DilocoError", "Documented"}
+    missing = named - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
     assert not missing, f"add a section to docs/reference/troubleshooting.md: {', '.join(sorted(missing))}"
+    for name in named:  # `diloco explain NAME`
+        words = about_error(name.lower())
+        assert words.startswith(f"{name}: ") and " Do: " in words and not re.search(r"###|\]\(", words), words
+
+
+def test_a_run_in_a_folder_that_is_called_like_an_error_is_a_run(tmp_path, monkeypatch):
+    (tmp_path / "nosuchrun").mkdir()
+    assert about_error("nosuchrun") and not about_error("runs/first")
+    monkeypatch.chdir(tmp_path)
+    assert not about_error("nosuchrun")
 
 
 class _OfAUser(Unavailable):
@@ -166,7 +173,7 @@ class _OfAUser(Unavailable):
 def test_a_traceback_ends_with_the_section_about_its_error(error, section):
     *_, message, last = "".join(traceback.format_exception_only(error)).splitlines()
     assert message.endswith(f": {error}") and str(error) == "a"
-    assert last == f"  More: docs/reference/troubleshooting.md#{section}"
+    assert last.lower() == f"  more: diloco explain {section}, or docs/reference/troubleshooting.md#{section}"
     assert section in anchors(ROOT / "docs/reference/troubleshooting.md")
 
 

@@ -104,7 +104,7 @@ def test_fine_ranges_travel_as_vectors_of_their_own_in_the_finer_codec(codec: st
     data = encode(values, codec, fine)
     found, bodies = CODECS[codec], [(0, 100, codec), (100, 260, "int8"), (260, 900, codec), (900, 1000, "int8")]
     assert data[: len(found.header(1000, fine))] == struct.pack(
-        "<4sHHQ5Q", b"DLCO", 1, found.number, 1000, *(4, 100, 160, 640, 100)
+        "<4sHHQ5Q", b"DLCO", 1, found.number, 1000, 4, 100, 160, 640, 100
     )
     body = b"".join(encode(values[a:b], each)[len(CODECS[each].header(b - a)) :] for a, b, each in bodies)
     assert data == found.header(1000, fine) + body and len(data) == found.encoded_size(1000, fine)

@@ -243,8 +243,10 @@ RANKED = {  # functions of several ranks, by what each shows
     "Trainer, DDP": ("tiny_trainers:train", {"kind": "trainer"}),
     "Trainer, fully_shard": ("tiny_trainers:train", {"kind": "trainer", "sharded": True}),
     "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
+    "SFT, fully_shard": ("tiny_trainers:train", {"kind": "sft", "sharded": True}),
     "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
     "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
+    "LoRA, DDP": ("tiny_trainers:train_lora", {}),
     "LoRA, fully_shard": ("tiny_trainers:train_lora", {"sharded": True}),
 }
 # Rows that do not apply: the data of a loop are compared with held-out items only where it has any.

@@ -1,6 +1,7 @@
 """Compiled models, default devices, loss scaling, several optimizers, changed dtypes: each works, or is refused."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,12 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     place = RankPlace(0, 6, on_machine=3, leg=1, claim_sha256="", timeout_s=1.0, meeting="")
     with pytest.raises(ConfigError, match=r"3 ranks on this machine, which sees 2 GPUs.*or set ranks_per_replica"):
         joined(place)
+
+
+def test_several_ranks_are_refused_where_the_kernel_is_not_linux(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match=r"need Linux.*leave ranks_per_replica at 1"):
+        joined(RankPlace(0, 2, on_machine=2, leg=1, claim_sha256="", timeout_s=1.0, meeting=""))
 
 
 @pytest.fixture

@@ -55,6 +55,22 @@ def test_a_restored_state_draws_the_same_numbers_in_another_process(before: int,
     assert drawn(other) == expected
 
 
+def test_the_state_of_apples_gpu_is_kept_and_saved_with_the_others(monkeypatch):
+    """No such GPU is here: a generator of the CPU answers in its place, by the functions that torch has for it."""
+    gpu = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "get_rng_state", gpu.get_state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", gpu.set_state)
+    torch.rand(7, generator=gpu)
+    saved = json.loads(json.dumps(rng.capture()))
+    with rng.kept():
+        expected = torch.rand(4, generator=gpu).tolist()
+    assert torch.rand(4, generator=gpu).tolist() == expected
+    gpu.manual_seed(4)
+    rng.restore(saved)
+    assert torch.rand(4, generator=gpu).tolist() == expected
+
+
 def test_a_state_takes_few_bytes_unless_its_generator_draws_much():
     rng.seed_all(8)
     generator = torch.Generator().manual_seed(5)

@@ -142,6 +142,22 @@ def test_an_error_of_closing_leaves_what_is_published():
             look()
 
 
+def test_a_replica_says_that_it_publishes_unless_it_trains_meanwhile():
+    background, fleet, said = ByHand(), Fleet(replicas=1, rounds=2), list[str]()
+    taking = fleet.join(0, background=background)
+
+    def form() -> Any:
+        said.append(taking._attempt.pulse.phase)
+        return delta(1.0)
+
+    taking.publish(form, report())
+    taking.close()
+    taking._attempt.pulse.phase = "training"
+    taking.publish(form, report(), in_background=True)
+    background.do_all()
+    assert said == ["publishing", "training"]
+
+
 def test_while_a_round_is_in_flight_nothing_moves_for_training_though_it_is_closed():
     background, fleet, then = ByHand(), Fleet(replicas=1, rounds=1), list[int]()
     taking = fleet.join(0, background=background)

@@ -44,15 +44,15 @@ def lines(request: pytest.FixtureRequest) -> Iterator[list[SignalLines]]:
 
 
 @pytest.mark.parametrize("lines", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "::"], indirect=True)
-def test_every_rank_receives_every_message_in_order(lines: list[SignalLines]):
+def test_every_rank_receives_every_message_of_any_length_in_order(lines: list[SignalLines]):
     def sent() -> None:
         for number in range(50):
-            lines[0].send(b"%d" % number)
+            lines[0].send(bytes([number]) * number)
 
     with ThreadPoolExecutor(RANKS) as pool:
         sending = pool.submit(sent)
         received = [pool.submit(lambda each: [each.receive() for _ in range(50)], each) for each in lines[1:]]
-        assert [each.result(10) for each in received] == [[b"%d" % number for number in range(50)]] * 2
+        assert [each.result(10) for each in received] == [[bytes([number]) * number for number in range(50)]] * 2
         sending.result(10)
 
 

@@ -58,7 +58,6 @@ def attempt(
         clock=SystemClock(),
         background=ThreadBackground(),
         environ={},
-        should_leave=lambda: False,
         load_libraries=load_libraries,
         load_entrypoint=load_entrypoint,
         dump_stacks_after=dump_stacks_after,
@@ -115,7 +114,6 @@ def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.C
         clock=SystemClock(),
         background=ThreadBackground(),
         environ={ENV_STORAGE_OPTIONS: options},
-        should_leave=lambda: False,
         load_libraries=lambda: None,
         load_entrypoint=lambda _: lambda __: None,
     )
@@ -138,7 +136,6 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
         clock=ManualClock(),
         background=NoBackground(),
         environ={},
-        should_leave=lambda: False,
         load_libraries=lambda: None,
         load_entrypoint=lambda _: train_until_the_disk_fails,
     )

@@ -119,8 +119,8 @@ def is_interrupted(notice: LeavingNotice, does: Callable[[Any, torch.optim.Optim
     ctx: ReplicaContext = SmallRun(1, sync_every=9, guard="off").context()
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    notice.interrupt_if(lambda: ctx.session is not None and ctx.session.is_unheard)
-    with ctx.attach(model, optimizer) as session:
+    unheard = notice.interrupting(lambda: ctx.session is not None and ctx.session.is_unheard)
+    with unheard, ctx.attach(model, optimizer) as session:
         does(session, optimizer)
         try:
             os.kill(os.getpid(), signal.SIGTERM)

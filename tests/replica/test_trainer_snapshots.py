@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from diloco_orchestrator import train_as_replica
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.errors import ModelMismatch
+from diloco_orchestrator.errors import ConfigError, ModelMismatch
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
@@ -253,6 +253,25 @@ def test_the_adapter_file_is_the_one_that_peft_writes(kind: str, tmp_path: Path,
         if isinstance(each.get("target_modules"), list):
             each["target_modules"].sort()  # a set, which PEFT writes in any order
     assert configs[0] == configs[1]
+
+
+def test_a_sharded_prompt_is_stored_as_its_embedding_and_one_of_layers_is_refused(tmp_path: Path, base: str):
+    """PEFT would compute the prompt by its sharded layers, in one rank alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for kind in ("prompt", "prefix"):
+            model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), KINDS[kind])
+            fully_shard(model.prompt_encoder["default"], mesh=mesh)
+            stored = ModelFiles.of(model).naming.stored
+            assert stored == {"prompt_encoder.default.embedding.weight": "prompt_embeddings"}
+        layers = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), layers)
+        fully_shard(model.prompt_encoder["default"], mesh=mesh)
+        with pytest.raises(ConfigError, match=r"P_TUNING adapter .* DistributedDataParallel instead of fully_shard"):
+            ModelFiles.of(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_not_one_adapter_is_stored_whole_and_a_base_without_name_is_said(

@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="the extra [trl] is not installed")
 
 import tiny_trainers as tiny
 import torch
+from page_blocks import blocks
 from protocol_fleet import Fleet
 from real_runs import FAST
 from sessions import context_of
@@ -194,6 +195,15 @@ def test_only_adapters_travel_and_the_base_model_stays(tmp_path: Path):
     assert sorted(first) == sorted(each.name.replace(".default", "") for each in start.record.parameters)
     assert all(not torch.equal(first[name], last[name]) for name in first)
     assert verify(str(tmp_path / "run" / "bucket")).agrees
+
+
+def test_a_learned_prompt_that_two_ranks_shard_is_an_adapter_in_snapshots(tmp_path: Path):
+    settings = {"replicas": 1, "rounds": 1, "ranks_per_replica": 2, "args": {"sharded": True}}
+    result, reader = launched(tmp_path, "train_prompt", **settings)
+    assert result.status == "completed" and verify(str(tmp_path / "run" / "bucket")).agrees
+    first, last = (read_tensors(reader.store, keys.snapshot(r, "adapter_model.safetensors")) for r in (0, 1))
+    assert first.keys() == last.keys() == {"prompt_embeddings"}
+    assert not torch.equal(first["prompt_embeddings"], last["prompt_embeddings"])
 
 
 @pytest.mark.parametrize("adapters", ["mean", "exact"])
@@ -550,8 +560,7 @@ def test_a_guard_without_a_score_is_refused():
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path):
     root = Path(__file__).parent.parent.parent
-    program = (root / "docs" / "recipes" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
-    (tmp_path / "sft_run.py").write_text(program)
+    (tmp_path / "sft_run.py").write_text(blocks(root / "docs/recipes/trainers.md", "python")[0])
     environ = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "sft_run.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

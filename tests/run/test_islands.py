@@ -87,6 +87,20 @@ def test_a_bucket_says_nothing_of_ranks_but_their_number_in_manifests(alone, isl
     assert [path.read_bytes() for path in first[1]] == [path.read_bytes() for path in first[0]]
 
 
+@pytest.mark.parametrize("model", ["fsdp", "tp"])
+def test_parameters_that_are_not_trained_have_the_same_digest_and_bytes_whatever_the_ranks(start, model):
+    """Sharded by rows and by columns; no rank has one whole."""
+    found = []
+    for ranks in (1, 2):
+        args = {"model": model, "hidden": 30, "frozen": ["hidden.0.weight", "hidden.2.weight"]}
+        run, bucket = start(args=args, replicas=1, rounds=1, ranks_per_replica=ranks)
+        run.wait()
+        assert verify(str(bucket)).agrees
+        snapshot = (bucket / "snapshots/00000000/model.safetensors").read_bytes()
+        found.append((json.loads((bucket / "start.json").read_text())["frozen"], snapshot))
+    assert found[1] == found[0] and found[0][0]["tensors"] == 2
+
+
 def test_all_islands_have_the_same_base_in_every_round(islands):
     for folder in sorted(islands[1].glob("rounds/*/contributions")):
         manifests = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -175,7 +189,7 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
 
 @pytest.mark.parametrize(
     ("model", "mib", "tied"),
-    [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6)],
+    [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6), ("fsdp", 160, 0.3)],
     ids=lambda value: str(value),
 )
 def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch, model, mib, tied):
@@ -224,12 +238,10 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         ("raise", 1, "rank 1 of 2: RuntimeError", "planted"),
         ("memory", 1, "rank 1 of 2: RuntimeError", "can't allocate memory: you tried to allocate 4294967296 bytes"),
         pytest.param(
-            *(
-                "memory of the group",
-                1,
-                r"rank 1 of 2 was killed by signal 9 \(SIGKILL, as the kernel",
-                "rank 0 ended too",
-            ),
+            "memory of the group",
+            1,
+            r"rank 1 of 2 was killed by signal 9 \(SIGKILL, as the kernel",
+            "rank 0 ended too",
             marks=pytest.mark.skipif(memory_group() is None, reason="no memory cgroup can be made here"),
         ),
         ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s", "the stacks of rank 1"),

@@ -81,7 +81,6 @@ def attempt(run_log: RunLog) -> Ending:
         clock=SystemClock(),
         background=ThreadBackground(),
         environ={},
-        should_leave=lambda: False,
         load_libraries=lambda: None,
         load_entrypoint=loaded,
     )

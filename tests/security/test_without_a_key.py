@@ -174,7 +174,7 @@ def of_the_run(run: Attacked) -> Objects:
 
 def strays(run: Attacked) -> Objects:
     for prefix in (keys.contributions(run.round), keys.attempts(1), keys.outs(1), keys.LEGS, keys.STARTS, keys.LOG):
-        for number in range(300):
+        for number in range(60):
             yield f"{prefix}{number}", b"x"
 
 

@@ -52,7 +52,8 @@ def test_the_rules_hold_in_many_schedules(name):
     assert {seed: broken for seed in range(5000, 5040) if (broken := play(name, seed))} == {}
 
 
-@pytest.mark.parametrize("rule", RULES)
+# Without the rule "silent" a run goes on until its model gives it up.
+@pytest.mark.parametrize("rule", [pytest.param(r, marks=pytest.mark.slow) if r == "silent" else r for r in RULES])
 def test_each_rule_is_needed(rule):
     name, seed, broken = NEEDED[rule]
     assert play(name, seed) == ""

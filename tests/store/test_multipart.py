@@ -88,6 +88,24 @@ def test_of_racing_creates_one_wins_though_all_parts_were_sent(client, bucket, s
     assert half_done(client, bucket) == [], "losers take their parts back"
 
 
+def test_writers_that_begin_at_once_make_one_client(s3_server, bucket):
+    made: list[S3Server] = []
+    line = threading.Barrier(4)
+
+    def make():
+        made.append(s3_server)
+        return client_of(s3_server)
+
+    def put(key: str) -> None:
+        line.wait()
+        uploads.put(key, key.encode())
+
+    uploads = MultipartUploads(make, bucket, "run", PART)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, "abcd"))
+    assert len(made) == 1
+
+
 KILLED = """
 import os, signal, sys
 import boto3
@@ -252,8 +270,8 @@ def certificate(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("scheme", ["https", "http"])
 def test_bodies_are_signed_over_http_and_not_over_tls(scheme, certificate, monkeypatch):
-    for name in ("SSL_CERT_FILE", "AWS_CA_BUNDLE"):  # as somebody with a company's own certificates sets them
-        monkeypatch.setenv(name, str(certificate))
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # as somebody with a company's own certificates sets it
     with remembering(certificate if scheme == "https" else None) as server:
         endpoint = f"{scheme}://127.0.0.1:{server.server_port}"
         options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
@@ -267,6 +285,24 @@ def test_bodies_are_signed_over_http_and_not_over_tls(scheme, certificate, monke
         assert set(seen) == {"UNSIGNED-PAYLOAD"}
     else:
         assert all(len(each) == 64 and int(each, 16) for each in seen)
+
+
+def test_who_cannot_reach_a_server_reads_why(certificate):
+    options = {"key": "k", "secret": "s"}
+    with remembering(certificate) as server:
+        strange = options | {"endpoint_url": f"https://127.0.0.1:{server.server_port}"}
+        with pytest.raises(StoreDenied, match=r"certificate is .* signed by nobody .* SSL_CERT_FILE"):
+            open_store("s3://bucket/x", strange, retry=HURRIED).put("key", b"body")
+    with remembering(None) as server:
+        plain = options | {"endpoint_url": f"https://127.0.0.1:{server.server_port}"}
+        with pytest.raises(StoreDenied, match="speaks no TLS there: is its address http://"):
+            open_store("s3://bucket/x", plain, retry=HURRIED).get("key")
+    nobody = options | {"endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+    with pytest.raises(StoreUnavailable, match="Nobody listens there: see endpoint, port, server and HTTPS_PROXY"):
+        open_store("s3://bucket/x", nobody, retry=HURRIED).create("key", b"body")
+    misspelt = options | {"endpoint_url": "http://no-such-host.invalid"}
+    with pytest.raises(StoreUnavailable, match="name is not known: check the endpoint, and this machine's DNS"):
+        list(open_store("s3://bucket/x", misspelt, retry=HURRIED).list(""))
 
 
 # -- a large object that arrives in part ------------------------------------------------------------------------------

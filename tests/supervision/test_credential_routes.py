@@ -101,7 +101,7 @@ def test_a_launch_is_refused_before_anything_is_written(
     clear(monkeypatch, AWS_ENDPOINT_URL="http://127.0.0.1:1", AWS_REGION="eu-central-1", **keys)
     (tmp_path / "my_train.py").write_text("def train(ctx):\n    ...\n")
     with pytest.raises(ConfigError, match="would have no credentials for s3://bucket/run") as refused:
-        launch("my_train:train", store=S3, executor=executor, code=tmp_path)
+        launch("my_train:train", store=S3, executor=executor, code=tmp_path, pin="given")
     assert [way for way in ways if way not in str(refused.value)] == []
 
 

@@ -14,8 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from diloco_orchestrator.outer.base import BaseLayout
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.replica.training.exchange import Move, is_sharded, owned_by_shard
-from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in
+from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in, read_in_parts
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
+from diloco_orchestrator.snapshots.tensor_file import memory_of
+
+_OWN: list[PiecesOfRanks] = []  # of this rank, in the case that runs
 
 
 def exchanged(meeting: str, rank: int, ranks: int, cases: int) -> list[str]:
@@ -77,7 +82,17 @@ def _exchange(ranks: Ranks, case: int) -> str:
     exchange.spread(names, read)
     for name in names:
         assert torch.equal(_whole(tensors[name]), new[name]), f"case {case}: {name} as its owners sent it"
+    _OWN.append(read_in_parts(ranks, tensors))
+    dist.barrier()
+    if not ranks.rank:
+        found = ranks.owners.make(_own).digests(names)
+        assert found == {name: bulk_digest(memory_of(new[name])) for name in names}, f"case {case}: read in parts"
+    dist.barrier()
     return " ".join(_kind(each) for each in tensors.values())
+
+
+def _own() -> PiecesOfRanks:
+    return _OWN.pop()
 
 
 def _whole(tensor: Any) -> torch.Tensor:

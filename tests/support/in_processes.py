@@ -40,10 +40,6 @@ def request(code: str, **fields: Any) -> LaunchRequest:
     )
 
 
-def launch(directory: str) -> int:
-    return int(LocalProcessExecutor(directory).launch(request(WAIT_FOR_EVER)).native["pid"])
-
-
 def launch_and_die(directory: str, marker: str, code: str = WAIT_FOR_EVER) -> None:
     """A launcher that dies between the start of the process and the handle."""
     AttemptFolder.write_handle = lambda *_: os._exit(9)  # type: ignore[method-assign]

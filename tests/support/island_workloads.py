@@ -64,10 +64,13 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 def train(ctx: Any) -> None:
     """Trains `args["model"]`: plain (gradients averaged by the loop), ddp, fsdp, tp or tp_fsdp, which is both.
 
-    Faults by `args["fault"]`; `args["noise"]`: the rank whose losses get random weights.
+    Faults by `args["fault"]`; `args["frozen"]`: parameters that are not trained; `args["noise"]`: the rank whose losses
+    get random weights.
     """
     model: torch.nn.Module = TinyModel(ctx.args.get("hidden", HIDDEN), ctx.args.get("vocabulary", VOCABULARY))
     kind = ctx.args.get("model", "ddp")
+    for name in ctx.args.get("frozen", ()):
+        model.get_parameter(name).requires_grad_(False)
     _fault(ctx, -1)
     if kind == "ddp" and ctx.ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -76,7 +79,7 @@ def train(ctx: Any) -> None:
     part, parts = ctx.rank, ctx.ranks
     if kind in ("tp", "tp_fsdp") and ctx.ranks > 1:
         part, parts = make_parallel(model, ctx.ranks if kind == "tp" else ctx.ranks // 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.02)
     meter = StorageMeter(ctx, model) if ctx.args.get("measured") else None
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     unsaved = torch.Generator().manual_seed(ctx.seed)
@@ -87,7 +90,7 @@ def train(ctx: Any) -> None:
                 meter.pause()
             _fault(ctx, replica.step_count)
             rows = global_batch(ctx.seed, ctx.replica_id, step)[part::parts]
-            loss = losses(model, rows).mean()
+            loss = losses(model, rows).sum() * parts / BATCH  # the mean over ranks is that of the batch
             if ctx.args.get("noise") == ctx.rank:  # of a generator that nobody saves
                 loss = loss * (1 + torch.rand((), generator=unsaved))
             if os.environ.get("ISLAND_LIE") == str(ctx.rank) and replica.round == 2:

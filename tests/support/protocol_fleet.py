@@ -140,7 +140,10 @@ class Fleet:
         claimed = claim_attempt(self.store, replica_id, attempt, clock, stamp, should_leave, background)
         claimed = replace(claimed, object_limit=self.object_limit)
         own = OwnModel(
-            *(parameters, fragments or [tuple(parameters)], ModelFiles.of(model), self.heldout),
+            parameters,
+            fragments or [tuple(parameters)],
+            ModelFiles.of(model),
+            self.heldout,
             scores_strangers=self.scores_strangers,
         )
         return Participant.join(claimed, own)

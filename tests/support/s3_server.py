@@ -3,6 +3,7 @@
 As a program it prints one line of JSON, {url, key, secret}, and serves until it is killed.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -52,8 +53,9 @@ class S3Server:
         self.client("s3").create_bucket(Bucket=name)
         return name
 
+    @functools.cache  # noqa: B019 - a process has one or two servers
     def client(self, service: str) -> Any:
-        """boto3's, of the user that may do everything."""
+        """boto3's, of the user that may do everything; one for all, because to make it takes .1 s of CPU time."""
         import boto3
 
         return boto3.client(

@@ -402,6 +402,18 @@ def train_grpo(ctx: Any) -> None:
     train_as_replica(trainer, ctx, heldout=score, heldout_items=list(range(ITEMS)))
 
 
+def train_prompt(ctx: Any) -> None:
+    """An entrypoint: learns a prompt of four tokens before a model that `args["sharded"]` shards."""
+    from peft import PromptTuningConfig
+
+    from diloco_orchestrator import train_as_replica
+
+    prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    changes = sharded() if ctx.args.get("sharded") and ctx.ranks > 1 else {}
+    trainer = sft(Path(ctx.args["folder"]) / f"trainer-{ctx.replica_id}", peft_config=prompt, **changes)
+    train_as_replica(trainer, ctx, heldout=heldout, heldout_items=list(range(ITEMS)))
+
+
 def train_lora(ctx: Any) -> None:
     from peft import LoraConfig
 

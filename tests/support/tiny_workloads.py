@@ -2,12 +2,13 @@
 
 import ctypes
 import os
-import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from diloco_orchestrator import (
     ObjectStoreManager,
@@ -61,9 +62,9 @@ def data_of(ctx: ReplicaContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # -- workloads for `launch` -------------------------------------------------------------------------------------------
 
 
-def train(ctx: ReplicaContext) -> None:
+def train(ctx: ReplicaContext, model: torch.nn.Module | None = None) -> None:
     """A healthy run. `args["pause_s"]` stretches every inner step."""
-    model = mlp()
+    model = model or mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(ctx.args.get("lr", 0.01)))  # type: ignore[arg-type]
     pause_s = float(ctx.args.get("pause_s", 0))  # type: ignore[arg-type]
     with attach(ctx, model, optimizer) as replica:
@@ -191,12 +192,6 @@ def train_leaving_early(ctx: ReplicaContext) -> None:
             break
 
 
-def train_dying_without_a_word(ctx: ReplicaContext) -> None:
-    """As a crash in native code: something is printed, then the process is gone."""
-    print("the cause: CUDA error 700", flush=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 def train_telling_secrets(ctx: ReplicaContext) -> None:
     """Prints a credential from its environment, then fails with it."""
     secret = os.environ["MY_API_TOKEN"]
@@ -243,21 +238,40 @@ def heldout_at_once(model: torch.nn.Module, items: list[Any]) -> list[float]:
     return ((model(x) - y) ** 2).view(len(items), -1).mean(dim=1).tolist()  # type: ignore[no-any-return]
 
 
+STEPS_FOR_STRANGERS = 5  # of a round
+_WAY = torch.nn.functional.normalize(torch.randn(10_000, generator=torch.Generator().manual_seed(1)), dim=0)
+# What hostile machines send instead of the pseudo-gradient of their honest work, by the names of docs/inside/attacks.md
+# where there is one. `first`: that of their first round.
+SENDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sign flip x10": lambda delta, first: -10.0 * delta,
+    "sign flip x1": lambda delta, first: -delta,
+    "sign flip, just below the limit": lambda delta, first: -1.2 * delta,
+    "scaled x50": lambda delta, first: 50.0 * delta,
+    "drift": lambda delta, first: delta + delta.norm() * torch.nn.functional.normalize(_WAY[: len(delta)], dim=0),
+    "noise": lambda delta, first: torch.randn(len(delta)) * delta.norm() / len(delta) ** 0.5,
+    "zero update": lambda delta, first: torch.zeros_like(delta),
+    "replay": lambda delta, first: first,
+    "honest and noise": lambda delta, first: delta + 0.5 * torch.randn(len(delta)),
+}
+
+
 def train_or_attack(ctx: ReplicaContext) -> None:
-    """A healthy run, but on machines with `HOSTILE` in their environment: "climb", "noise" or "huge"."""
-    hostile = os.environ.get("HOSTILE", "")
+    """A healthy run, but on machines with `HOSTILE` in their environment: one of `SENDS`."""
+    hostile = SENDS.get(os.environ.get("HOSTILE", ""))
     model, draw = mlp(), torch.Generator().manual_seed(0)
     with torch.no_grad():  # the same first values in every run and thread
         for value in model.parameters():
             value.copy_(torch.randn(value.shape, generator=draw) / 2)
-    lr = 0.02 if hostile != "huge" else 0.5
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, maximize=hostile in ("climb", "huge"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     given = {"heldout": heldout_at_once, "heldout_items": list(range(FOR_STRANGERS))}
+    first: torch.Tensor | None = None
     with ctx.attach(model, optimizer, **given) as replica:
-        for batch in replica.batches(data_of(ctx)):
+        for step, batch in enumerate(replica.batches(data_of(ctx))):
+            if step % STEPS_FOR_STRANGERS == 0:
+                base = parameters_to_vector(model.parameters()).detach().clone()
             loss = inner_step(model, optimizer, batch)
-            if hostile == "noise":
-                with torch.no_grad():
-                    for value in model.parameters():
-                        value += 0.1 * torch.randn(value.shape, generator=draw)
+            if hostile is not None and step % STEPS_FOR_STRANGERS == STEPS_FOR_STRANGERS - 1:
+                delta = base - parameters_to_vector(model.parameters()).detach()
+                first = delta if first is None else first
+                vector_to_parameters(base - hostile(delta, first), model.parameters())
             replica.observe(loss=loss)

@@ -29,7 +29,11 @@ def renewed_from(source: Source) -> RefreshableCredentials:
     """botocore's own, on the source's clock."""
     now = source()
     return RefreshableCredentials(
-        *(now["access_key"], now["secret_key"], now["token"], datetime.fromisoformat(now["expiry_time"]), source),
+        now["access_key"],
+        now["secret_key"],
+        now["token"],
+        datetime.fromisoformat(now["expiry_time"]),
+        source,
         method="test",
         time_fetcher=lambda: datetime.fromtimestamp(source.clock.wall_time(), UTC),
     )

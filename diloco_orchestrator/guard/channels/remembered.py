@@ -1,4 +1,6 @@
-"""`Remembered`, `RememberedTogether`: base classes that convert the guard's statistics to JSON; a reproducible sum."""
+"""`Remembered`, `RememberedTogether`: base classes that convert the guard's statistics to JSON; copies; a reproducible
+sum.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -57,6 +59,13 @@ class RememberedTogether:
             part, kept = getattr(made, each.name), state[each.name]
             setattr(made, each.name, part.restore(kept) if isinstance(part, Remembered) else kept)
         return made
+
+
+def copied(state: Any) -> Any:
+    """A copy of a stored state: JSON, of which `copy.deepcopy` takes a quarter of the time of a fold."""
+    if isinstance(state, Mapping):
+        return {name: copied(value) for name, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list) else state
 
 
 def added(values: Sequence[float]) -> float:

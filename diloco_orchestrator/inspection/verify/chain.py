@@ -31,6 +31,7 @@ from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.void_commits import Before, LegRules
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -325,17 +326,15 @@ class _Verifier:
         self._check_link(derived, entry, commit_entry)
         manifests = self._bases.manifests(commit)
         check_claims(key, commit, manifests, derived.digest, self._done)
+        config = self._log.configs.of(begin.leg)
+        roster = derived.last.roster if derived.last else tuple(range(config.replicas))
         check_conclusion(
             key,
             commit,
             manifests,
-            config=self._log.configs.of(begin.leg),
-            position=derived.position,
-            guard=derived.guard,
-            heldout=self._start.heldout,
-            roster=derived.last.roster if derived.last else range(self._log.configs.of(begin.leg).replicas),
-            fragments=len(self._start.synced_fragments),
-            outer_steps=begin.from_outer_step + begin.outer_steps,
+            LegRules(begin, entry.sha256, config, len(self._start.synced_fragments)),
+            Before(derived.position, derived.guard, roster, norms=None),
+            self._start.heldout,
             halt=self._halt(commit),
             void=void,
             checks=self._bases.checks(commit) if self._start.scores_strangers else None,

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
 from diloco_orchestrator.protocol import rounds
@@ -12,6 +11,7 @@ from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Policy, Position
+from diloco_orchestrator.protocol.void_commits import Before, LegRules
 from diloco_orchestrator.protocol.weights import shares_in
 
 
@@ -19,14 +19,10 @@ def check_conclusion(
     key: str,
     commit: Commit,
     manifests: Mapping[int, Contribution | None],
-    *,
-    config: RunConfig,
-    position: Position,
-    guard: Mapping[str, Any] | None,
+    rules: LegRules,
+    before: Before,
     heldout: HeldoutSet | None,
-    roster: Sequence[int],
-    fragments: int,
-    outer_steps: int,
+    *,
     halt: str,
     void: str = "",
     checks: Sequence[Checked] | None = None,
@@ -36,34 +32,32 @@ def check_conclusion(
     Args:
         key: the commit's key, for the disagreement.
         manifests: by replica id; None for one that cannot be parsed or was copied from another key.
-        position: position in the commit log before the round.
-        guard: the guard's state before the round.
+        rules: settings of its leg (start or resume to stop).
+        before: the run's state before the round; its norms are not read.
         heldout: the run's held-out set.
-        roster: the replicas that the round waited for.
-        fragments: number of fragments of the model.
-        outer_steps: outer steps of the run up to the end of this leg (start or resume to stop).
         halt: the reason of the halt request that the commit obeys; empty if it obeys none.
         void: reason why the commit averages nobody although it names contributions; empty if it is not void.
         checks: the check records that it names; None in a run that does not score strangers' contributions.
     """
+    config, position, guard = rules.config, before.position, before.guard
     if commit.by_coordinator:
         _check_stop_by_coordinator(key, commit, position, guard)
         return
     policy = Policy.of(config)
-    equal(key, "fragment", commit.fragment, position.outer_step % fragments, "the schedule")
+    equal(key, "fragment", commit.fragment, position.outer_step % rules.fragments, "the schedule")
     missing = set(manifests) - set(commit.roster)
     if missing:
         raise Differs(key, f"leaves replicas {sorted(missing)} off the next roster, though they answered")
     named = [a.replica_id for a in commit.answers if rounds.contributes(a)]
     named = named if len(named) >= policy.quorum else []
     readable = {replica_id: manifest for replica_id, manifest in manifests.items() if manifest is not None}
-    folded = fold_of_commit(commit, guard, readable, heldout, roster, config, position.outer_step, checks)
+    folded = fold_of_commit(commit, guard, readable, heldout, before.roster, config, position.outer_step, checks)
     for name, value in fields_of(folded, guard).items():
         equal(key, name, getattr(commit, name), value, "the scores of its manifests")
     expected = rounds.conclude(
         Decision(Action.COMMIT, "", tuple(named)),
         position,
-        outer_steps=outer_steps,
+        outer_steps=rules.outer_steps,
         fired=folded.verdict.reason if folded and folded.verdict.fire else "",
         halt=halt,
     )

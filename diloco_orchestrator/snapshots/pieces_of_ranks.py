@@ -1,0 +1,99 @@
+"""`PiecesOfRanks`: frozen tensors of which each rank of a replica holds a piece, sent to one rank part by part."""
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from diloco_orchestrator.allreduce.owners import Owners
+from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
+
+_PART = 1 << 20  # elements of a tensor that a rank holds beside its own pieces
+
+
+@dataclass(frozen=True)
+class PiecesOfRanks:
+    """Tensors of which every rank holds pieces, as one rank has them. None is whole in any rank.
+
+    `ranges`: by tensor, in order and without overlap, elements [start, stop) of its flat numbers, the rank that holds
+    them, and where they begin in its piece. `pieces`: this rank's, by tensor.
+    """
+
+    owners: Owners
+    ranges: Mapping[str, Sequence[tuple[int, int, int, int]]]
+    pieces: Mapping[str, torch.Tensor]
+
+    def parts(self, name: str, reader: int) -> Iterator[torch.Tensor]:
+        """In the rank `reader`: the flat numbers of a tensor in order, on the CPU, in parts; elsewhere nothing.
+
+        Every rank calls it at the same time, in a task of `Owners.each`, and iterates to the end.
+        """
+        ranges, dtype = self.ranges[name], self.pieces[name].dtype
+        starts, numel = [each[0] for each in ranges], ranges[-1][1] if ranges else 0
+        for low in range(0, numel, _PART):
+            high = min(low + _PART, numel)
+            within = ranges[bisect.bisect_right(starts, low) - 1 : bisect.bisect_left(starts, high)]
+            part = torch.empty(high - low if self.owners.rank == reader else 0, dtype=dtype, device="cpu")
+            for holder in sorted({holder for _, _, holder, _ in within}):
+                cut = [
+                    (max(start, low), min(stop, high), at + max(low - start, 0))
+                    for start, stop, rank, at in within
+                    if rank == holder
+                ]
+                count, at = sum(stop - start for start, stop, _ in cut), 0
+                for values in moved(self.owners, holder, reader, count, dtype, partial(self._cut, name, cut)):
+                    for start, stop, _ in cut:
+                        part[start - low : stop - low] = values[at : at + stop - start]
+                        at += stop - start
+            if self.owners.rank == reader:
+                yield part
+
+    def _cut(self, name: str, cut: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        piece = self.pieces[name].reshape(-1)
+        return torch.cat([piece[at : at + stop - start] for start, stop, at in cut]).cpu()
+
+    def digests(self, names: Sequence[str]) -> dict[str, BulkDigest]:
+        """In rank 0: the digests of the numbers of these tensors, each hashed by one rank, which are in turn."""
+        found: dict[str, BulkDigest] = {}
+        for each in self.owners.each(_digests, self, names):
+            found |= each
+        return found
+
+
+def _digests(pieces: PiecesOfRanks, names: Sequence[str]) -> dict[str, BulkDigest]:
+    found = {}
+    for number, name in enumerate(names):
+        reader, hasher = number % pieces.owners.ranks, BulkHasher()
+        for part in pieces.parts(name, reader):
+            hasher.update(memory_of(part))
+        if reader == pieces.owners.rank:
+            found[name] = hasher.digest()
+    return found
+
+
+@dataclass(frozen=True)
+class InRanks:
+    """The tensors of a snapshot's files that no rank has whole: their names in `pieces`, by name in files."""
+
+    pieces: PiecesOfRanks | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # by name in files
+
+
+def moved(
+    owners: Owners, holder: int, reader: int, numel: int, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield in the rank `reader` the `numel` numbers that `read` returns in the rank `holder`; elsewhere nothing."""
+    if owners.rank == holder:
+        values = read().to(dtype)
+        if holder == reader:
+            yield values
+        else:
+            owners.send(values.view(torch.uint8), reader)
+    elif owners.rank == reader:
+        values = torch.empty(numel, dtype=dtype, device="cpu")
+        owners.receive(values.view(torch.uint8), holder)
+        yield values
