@@ -35,6 +35,9 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 # No launch asks a package index: uv, where it is installed, finds nothing, whatever is in this user's cache.
 os.environ |= {"UV_OFFLINE": "1", "UV_NO_CACHE": "1"}
 
+# Threads of torch that have nothing to do sleep: spinning, they take the cores from the other processes of the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # No verdict hangs on the wall clock: an example of a property may take as long as a busy machine needs for it.
 settings.register_profile("busy machines", deadline=None, max_examples=50)  # others in each run
 settings.load_profile("busy machines")

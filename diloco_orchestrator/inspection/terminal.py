@@ -349,7 +349,7 @@ def _nearest(statistics: Sequence[Statistic]) -> RenderableType:
     """One line about the guard: the statistic closest to its threshold."""
     near = max(statistics, key=lambda each: each.share)
     if near.share <= 0:
-        return Text("guard: no statistic is above 0", style="dim")
+        return Text("guard: every statistic is at 0; a run stops above a threshold", style="dim")
     return Text(f"guard: {near.name} {near.value:.3g}, stops above {near.threshold:g}")
 
 

@@ -123,10 +123,7 @@ def prepare_launch(
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
-    if signed is None:
-        is_bucket = "://" in url and not url.startswith("file://")
-        signed = bool(config.invited) or (is_bucket and not offers_to_machines(executor, config, without_keys=True))
-    key = new_key() if signed else None
+    key = new_key() if (_is_signed(url, executor, config) if signed is None else signed) else None
     give_store(executor, url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
@@ -152,16 +149,32 @@ def prepare_launch(
     launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, operator=operator)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
-    places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(config.replicas), "")
-    requests = [
-        replace(launching.request(i, 1, executor.shares_machine), place=place) for i, place in sorted(places.items())
-    ]
+    requests = _first_requests(launching, executor, opened)
     paid = [each for each in requests if not isinstance(executor, Places) or not executor.offers(each.place)]
     prices = [price_of(executor, request) for request in paid]
     prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened)
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared
+
+
+def _first_requests(
+    launching: LaunchRequests, executor: ServerlessExecutor, opened: Sequence[Open]
+) -> list[LaunchRequest]:
+    """The requests for the first attempts of all replicas, in their order. `opened`: their places, if there are any."""
+    places = {each.replica_id: each.place for each in opened} or dict.fromkeys(range(launching.run.config.replicas), "")
+    return [
+        replace(launching.request(i, 1, executor.shares_machine), place=place) for i, place in sorted(places.items())
+    ]
+
+
+def _is_signed(url: str, executor: ServerlessExecutor, config: RunConfig) -> bool:
+    """Whether a run is signed unless its launch says otherwise.
+
+    It is in a bucket where no machine joins that has no key, and wherever people with a link run replicas.
+    """
+    is_bucket = "://" in url and not url.startswith("file://")
+    return bool(config.invited) or (is_bucket and not offers_to_machines(executor, config, without_keys=True))
 
 
 def _check_heldout(config: RunConfig, items: int) -> None:

@@ -94,13 +94,18 @@ def begin_next_leg(
         previous=position.sha256 if position else start.sha256,
     )
     if Writer(run_log.store, Role.LAUNCHER).create(begin) is None:
-        if why := run_log.why_foreign(begin.leg):
-            raise ConfigError(
-                f"leg {begin.leg} of {url} cannot begin: {keys.begin(begin.leg)} is there and no leg's ({why}). Delete "
-                "it, and find out who may write to the bucket."
-            )
-        raise ConfigError(f"somebody else began leg {begin.leg} of {url} at the same time: attach to it.")
+        raise ConfigError(_why_not_first(run_log, begin.leg))
     return begin
+
+
+def _why_not_first(run_log: RunLog, leg: int) -> str:
+    """Reason why the record with which `leg` begins cannot be created, because another object has its key."""
+    if why := run_log.why_foreign(leg):
+        return (
+            f"leg {leg} of {run_log.store.url} cannot begin: {keys.begin(leg)} is there and no leg's ({why}). Delete "
+            "it, and find out who may write to the bucket."
+        )
+    return f"somebody else began leg {leg} of {run_log.store.url} at the same time: attach to it."
 
 
 def _config(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+from page_blocks import blocks
 
 from diloco_orchestrator.cli.main import OURS, diloco
 
@@ -33,8 +34,7 @@ def test_a_command_has_its_words_of_help_and_an_example_that_parses(name):
 
 def shown(page: Path) -> list[str]:
     """Commands of ours in a page's blocks, one a line, without prompt, comment and what the shell takes."""
-    blocks = re.findall(r"^```(?:console|sh|bash)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    lines = re.sub(r"\\\n\s*", " ", "".join(blocks)).splitlines()
+    lines = re.sub(r"\\\n\s*", " ", "".join(blocks(page, "", "console", "sh", "bash"))).splitlines()
     found = (re.match(r"(?:\w*\$ +)?(diloco .+?)(?: [&>|].*| +#.*)?$", line.strip()) for line in lines)
     return [each[1] for each in found if each]
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from fast_s3 import running_fast_s3
+from page_blocks import blocks, examples
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/start/tutorial.md").read_text()
-(READER,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/recipes/boto3.md").read_text(), re.MULTILINE | re.DOTALL)
-BLOCKS = re.findall(r"^```(python|console)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-NAMED = re.findall(r"`(\w+\.py)`", PAGE)  # each program's name stands before its block
+PAGE = ROOT / "docs/start/tutorial.md"
+(READER,) = blocks(ROOT / "docs/recipes/boto3.md", "python")
+BLOCKS = [(str(each.region.lexemes["language"]), str(each.parsed)) for each in examples(PAGE, "python", "console")]
+NAMED = re.findall(r"`(\w+\.py)`", PAGE.read_text())  # each program's name stands before its block
 
 
 def typed(block: str) -> list[str]:

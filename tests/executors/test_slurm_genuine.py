@@ -1,6 +1,5 @@
 """The executor contract on a genuine Slurm, and what only the genuine one shows."""
 
-import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from genuine_slurm import GenuineSlurm, running_slurm
+from page_blocks import blocks
 
 from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.protocol import keys
@@ -161,8 +161,8 @@ def test_a_node_that_dies_without_a_word_is_a_preemption(tmp_path: Path):
 
 def test_the_job_of_the_page_trains_a_replica_over_several_nodes(tmp_path: Path):
     """docs/recipes/islands.md. Both nodes are on loopback, where their names are no hosts' and have no GPUs."""
-    text = (Path(__file__).parents[2] / "docs/recipes/islands.md").read_text()
-    program, job = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[-1] for kind in ("python", "bash"))
+    page = Path(__file__).parents[2] / "docs/recipes/islands.md"
+    program, job = (blocks(page, kind)[-1] for kind in ("python", "bash"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from page_blocks import blocks
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator import plan_launch
@@ -44,9 +45,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 @pytest.fixture
 def example(install: Install) -> None:
     """The example of docs/recipes/write_a_guard_rule.md, installed."""
-    text = (ROOT / "docs" / "recipes" / "write_a_guard_rule.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    entry = re.findall(r"^drop-v1 = .*$", text, re.MULTILINE)[0]
+    page = ROOT / "docs/recipes/write_a_guard_rule.md"
+    (code,) = blocks(page, "python")
+    (entry,) = re.findall(r"^drop-v1 = .*$", page.read_text(), re.MULTILINE)
     install("drop-rule", entry.replace('"', ""), drop_rule=code)
 
 

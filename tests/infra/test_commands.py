@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from page_blocks import blocks
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = [
@@ -60,9 +61,10 @@ def test_the_index_has_every_file():
 
 def typed_in_docs() -> list[str]:
     """The commands of Modal and Hugging Face in docs/places, one a line: installed with this project."""
-    pages = "".join(page.read_text() for page in sorted((ROOT / "docs/places").glob("*.md")))
-    blocks = re.findall(r"^```\w*\n(.*?)^```", pages, re.DOTALL | re.MULTILINE)
-    return sorted({line for line in "".join(blocks).splitlines() if re.match(r"(modal|hf) ", line)})
+    pages = sorted((ROOT / "docs/places").glob("*.md"))
+    return sorted(
+        {line for page in pages for line in "".join(blocks(page)).splitlines() if re.match(r"(modal|hf) ", line)}
+    )
 
 
 @pytest.mark.slow

@@ -12,14 +12,11 @@ from pathlib import Path
 
 import pytest
 from cli_support import diloco
+from page_blocks import blocks
 
 PAGE = Path(__file__).parents[2] / "docs/recipes/whatif.md"
 NUMBER = r"-?\d+(?:\.\d+)?"
 TOLERANCE = 0.05  # of a figure: another CPU rounds otherwise, and 150 steps of training follow
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def output(command: str, folder: Path) -> str:
@@ -50,9 +47,9 @@ def alike(ours: str, theirs: str) -> bool:
 
 @pytest.mark.slow
 def test_the_page_prints_what_it_says(tmp_path: Path):
-    program, function = blocks("python")
+    program, function = blocks(PAGE, "python")
     (tmp_path / "noisy.py").write_text(program)
-    for block in blocks("console"):
+    for block in blocks(PAGE, "console"):
         ours = executed(block, tmp_path).splitlines()
         for mine, theirs in zip(ours, block.splitlines(), strict=True):
             assert alike(mine, theirs), f"here: {mine}"
@@ -73,8 +70,8 @@ def rewrite() -> None:
     text = PAGE.read_text()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "noisy.py").write_text(blocks("python")[0])
-        for block in blocks("console"):
+        (folder / "noisy.py").write_text(blocks(PAGE, "python")[0])
+        for block in blocks(PAGE, "console"):
             text = text.replace(f"```console\n{block}```", f"```console\n{executed(block, folder)}```")
     PAGE.write_text(text)
 

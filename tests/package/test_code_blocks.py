@@ -1,8 +1,10 @@
 """No block of code in a document is silently unrun: it is run, here or by a test named here, or its calls are checked.
 
-Programs are run as they stand. Fragments, which leave out what is the reader's, are run with that as stand-ins:
-training functions train two rounds, launches are checked as far as the settings. Commands are parsed and their files
-looked up; those of other programs are listed.
+sybil finds the blocks and runs those of Python, so that a traceback names the page and its line. Its own collection is
+not used, because no block here is whole in a page's namespace: programs start processes that import them as files (the
+tests in PROGRAMS save and run them as they stand), and fragments leave out what is the reader's, which they get here as
+stand-ins: training functions train two rounds, launches are checked as far as the settings. Commands are parsed and
+their files looked up; those of other programs are listed.
 """
 
 import ast
@@ -12,9 +14,9 @@ import inspect
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tarfile
-import textwrap
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,9 @@ from typing import Any
 
 import pytest
 from in_one_process import SmallRun
+from page_blocks import blocks, examples, run
+from sybil import Example
+from sybil.region import Lexeme
 
 import diloco_orchestrator
 from diloco_orchestrator.config import make_config
@@ -31,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "infra").rglob("*.md"),
                 *(ROOT / "examples").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"} - set(
                     (ROOT / "docs/_build").rglob("*.md")))  # fmt: skip
-_BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 # The Python blocks of a page that other tests run as they stand, by number; each test names its page.
 PROGRAMS = {
@@ -46,13 +50,9 @@ PROGRAMS = {
 }
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [textwrap.dedent(text) for _, said, text in _BLOCK.findall(page.read_text()) if said == language]
-
-
-def python_blocks() -> dict[tuple[str, int], str]:
+def python_blocks() -> dict[tuple[str, int], Example]:
     named = ((page.relative_to(ROOT).as_posix(), page) for page in PAGES)
-    return {(name, number): text for name, page in named for number, text in enumerate(blocks(page, "python"))}
+    return {(name, number): block for name, page in named for number, block in enumerate(examples(page, "python"))}
 
 
 BLOCKS = python_blocks()
@@ -85,23 +85,30 @@ class CheckedRun:
         inspect.signature(diloco_orchestrator.Run.resume).bind(self, **options)
 
 
-def a_launch(text: str, folder: Path) -> None:
+def without(block: Example, pattern: str) -> Example:
+    """The block without what the pattern matches within its lines."""
+    text = re.sub(pattern, "", block.parsed, flags=re.MULTILINE)
+    block.parsed = Lexeme(text, block.parsed.offset, block.parsed.line_offset)
+    return block
+
+
+def a_launch(block: Example, folder: Path) -> None:
     public = {name: getattr(diloco_orchestrator, name) for name in diloco_orchestrator.__all__}
     theirs = {name: object() for name in ("model", "optimizer", "score", "items", "more_items", "token", "train")}
     public |= {"launch": checked_launch, "ctx": CheckedContext(), "run": CheckedRun()}
-    exec(re.sub(r"^(from diloco_orchestrator import .*), launch$", r"\1", text, flags=re.MULTILINE), public | theirs)
+    run(without(block, "(?<=[a-z]), launch$"), **public, **theirs)
 
 
-def on_a_kept_run(text: str, folder: Path) -> None:
+def on_a_kept_run(block: Example, folder: Path) -> None:
     with tarfile.open(ROOT / "tests/fixtures/kept_runs/runs.tar.xz", "r:xz") as packed:
         packed.extractall(folder, filter="data")
     (folder / "runs").mkdir()
     shutil.move(folder / "voted", folder / "runs/first")
-    exec(text, {})
+    run(block)
 
 
-def a_training(text: str, folder: Path, **stand_ins: Any) -> None:
-    """Two rounds of one replica with the block's training function."""
+def a_training(block: Example, folder: Path, **settings: Any) -> None:
+    """Two rounds of one replica with the block's training function, or with the block as the end of one."""
     import torch
 
     torch.manual_seed(0)
@@ -127,27 +134,24 @@ def a_training(text: str, folder: Path, **stand_ins: Any) -> None:
     def score(model: Any, items: Any) -> list[float]:
         return [float((model(rows[item]) ** 2).mean()) for item in items]
 
-    run = SmallRun(**stand_ins)
+    class Source(list[torch.Tensor]):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    small = SmallRun(**settings)
     named = {"torch": torch, "MyModel": MyModel, "step": step, "build": build, "score": score, "items": [0, 1, 2, 3]}
     named |= {"my_batches": lambda part: rows, "fully_shard": lambda module: module}
-    namespace: dict[str, Any] = dict(named)
-    exec(text, namespace)
-    namespace["train"](run.context())
-    assert [commit.applied for commit in run.commits()[:2]] == [True, True]
-
-
-def a_loop_in_a_with(text: str, folder: Path) -> None:
-    """A block that begins with `with ctx.attach(…)`, as the end of a training function."""
-    head = (
-        "def train(ctx):\n"
-        "    model, optimizer, source = build(ctx.args)\n"
-        "    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
-        "    class Source(list):\n"
-        "        state_dict = lambda self: {}\n"
-        "        load_state_dict = lambda self, state: None\n"
-        "    source = Source(source * 9)\n"
-    )
-    a_training(head + textwrap.indent(text, "    "), folder)
+    if block.parsed.startswith("with ctx.attach("):
+        model, optimizer, _ = build({})
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        named |= {"model": model, "optimizer": optimizer, "schedule": schedule, "source": Source(rows * 9)}
+        run(block, **named, ctx=small.context())
+    else:
+        run(block, **named)["train"](small.context())
+    assert [commit.applied for commit in small.commits()[:2]] == [True, True]
 
 
 def a_checkpoint(folder: Path) -> str:
@@ -168,39 +172,36 @@ def a_checkpoint(folder: Path) -> str:
     return str(folder)
 
 
-def of_a_checkpoint(text: str, folder: Path) -> None:
-    a_training(text, folder, args={"model": a_checkpoint(folder / "checkpoint"), "revision": "main"})
+def of_a_checkpoint(block: Example, folder: Path) -> None:
+    a_training(block, folder, args={"model": a_checkpoint(folder / "checkpoint"), "revision": "main"})
 
 
-def a_dealt_training(text: str, folder: Path) -> None:
-    a_training(text, folder, deal="open")
+def a_dealt_training(block: Example, folder: Path) -> None:
+    a_training(block, folder, deal="open")
 
 
-def of_trl(text: str, folder: Path) -> None:
+def of_trl(block: Example, folder: Path) -> None:
     pytest.importorskip("trl", reason="needs the extra [trl]: make .venv/trainers")
-    of_a_checkpoint(text, folder)
+    of_a_checkpoint(block, folder)
 
 
-def classes_of_tests(text: str, folder: Path) -> None:
+def classes_of_tests(block: Example, folder: Path) -> None:
     """Test classes for the reader's own package: they are defined, and the base classes have what they set."""
-    check = (
-        "import subprocess, pytest\nclass DockerExecutor: ...\n"
-        if "DockerRig" in text
-        else "import sys, types\nsys.modules['my_train'] = types.ModuleType('my_train')\n"
-    )
-    namespace: dict[str, Any] = {}
+    sys.modules["my_train"] = types.ModuleType("my_train")
     try:
-        exec(check + re.sub(r"^print\(check_replica.*$", "", text, flags=re.MULTILINE), namespace)
+        left = run(
+            without(block, r"^print\(check_replica.*$"), pytest=pytest, subprocess=subprocess, DockerExecutor=None
+        )
     finally:
-        sys.modules.pop("my_train", None)  # tests that run in this process later have files of that name
-    for name, made in list(namespace.items()):
+        del sys.modules["my_train"]  # tests that run in this process later have files of that name
+    for name, made in left.items():
         bases = [base for base in getattr(made, "__mro__", ())[1:] if base is not object]
-        for attribute in vars(made) if bases and name in text else ():
+        for attribute in vars(made) if bases and name in block.parsed else ():
             known = any(re.search(rf"\b{attribute}\b", inspect.getsource(base)) for base in bases)
             assert attribute.startswith("__") or known, (name, attribute)
 
 
-FRAGMENTS: dict[tuple[str, int], Callable[[str, Path], None]] = {
+FRAGMENTS: dict[tuple[str, int], Callable[[Example, Path], None]] = {
     ("docs/places/clouds.md", 0): a_launch,
     ("docs/places/index.md", 0): a_launch,
     ("docs/places/ray.md", 0): a_launch,
@@ -218,7 +219,7 @@ FRAGMENTS: dict[tuple[str, int], Callable[[str, Path], None]] = {
     ("docs/recipes/training_loop.md", 0): a_training,
     ("docs/recipes/data.md", 0): a_dealt_training,
     ("docs/recipes/islands.md", 0): a_training,
-    ("docs/recipes/trainers.md", 1): a_loop_in_a_with,
+    ("docs/recipes/trainers.md", 1): a_training,
     ("docs/recipes/trainers.md", 2): classes_of_tests,
     ("docs/recipes/write_an_executor.md", 0): classes_of_tests,
     ("docs/recipes/pretrained.md", 0): of_a_checkpoint,
@@ -246,6 +247,7 @@ def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_th
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REPLICA_KEY_ID", "id")
     monkeypatch.setenv("REPLICA_KEY", "key")
+    BLOCKS[which].namespace = {}  # each without what the page's others left
     FRAGMENTS[which](BLOCKS[which], tmp_path)
 
 
@@ -253,7 +255,7 @@ def test_a_fragment_does_what_its_page_says(which, tmp_path, monkeypatch, one_th
 
 # Programs of others that pages tell people to type; what they do is theirs, and the places' pages say what was tried.
 OTHERS = {
-    "aws", "cat", "cd", "eksctl", "export", "for", "git", "grep", "hf", "kubectl", "modal", "pytest", "ray",
+    "aws", "cat", "cd", "eksctl", "export", "for", "git", "grep", "hf", "kubectl", "mkdir", "modal", "pytest", "ray",
     "sed", "sh", "sinfo", "sky", "torchrun",
 }  # fmt: skip
 OURS = {"diloco", "make", "pip", "python", "python3"}
@@ -263,16 +265,15 @@ def command_lines() -> list[tuple[str, str]]:
     """Page and command for each line of the blocks that hold commands: those whose first line begins with one."""
     found = []
     for page in PAGES:
-        for language in ("", "console", "sh", "bash"):
-            for text in blocks(page, language):
-                lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-                first = program_of(lines[0]) if lines else ""
-                if first not in OURS | OTHERS:
-                    continue  # a drawing, a formula, a layout
-                prompt = any(re.match(r"\w*\$ ", line) for line in lines)
-                for line in lines:
-                    if line.strip() and not (prompt and not re.match(r"\w*\$ ", line)) and not line.startswith("#"):
-                        found.append((page.relative_to(ROOT).as_posix(), command_of(line)))
+        for text in blocks(page, "", "console", "sh", "bash"):
+            lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+            first = program_of(lines[0]) if lines else ""
+            if first not in OURS | OTHERS:
+                continue  # a drawing, a formula, a layout
+            prompt = any(re.match(r"\w*\$ ", line) for line in lines)
+            for line in lines:
+                if line.strip() and not (prompt and not re.match(r"\w*\$ ", line)) and not line.startswith("#"):
+                    found.append((page.relative_to(ROOT).as_posix(), command_of(line)))
     return found
 
 
@@ -320,9 +321,9 @@ def test_a_command_of_a_page_names_what_is_there(page, line):
 
 
 def test_names_that_blocks_import_from_us_exist():
-    for block, text in BLOCKS.items():
-        for node in ast.walk(ast.parse(text, str(block))):
+    for which, block in BLOCKS.items():
+        for node in ast.walk(ast.parse(block.parsed, str(which))):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             if module.partition(".")[0] in ("diloco_orchestrator", "executors"):
                 missing = [each.name for each in node.names if not hasattr(importlib.import_module(module), each.name)]
-                assert not missing, (block, missing)
+                assert not missing, (which, missing)

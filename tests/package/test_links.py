@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from page_blocks import prose
 
 from diloco_orchestrator.cli.read_commands import about_error
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError
@@ -15,7 +16,6 @@ from diloco_orchestrator.guard.heldout import CollapseStopError, TripwireStatus
 from diloco_orchestrator.replica.testing.report import ReplicaUnsound
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^(```+).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|<(?:a href|img src)=\"([^\"]+)\"")
 
 
@@ -24,11 +24,6 @@ def tracked(*patterns: str) -> list[Path]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return [path for name in sorted(set(listed)) if (path := ROOT / name).is_file() and not path.is_symlink()]
-
-
-@functools.cache
-def prose(page: Path) -> str:
-    return _FENCE.sub("", page.read_text())
 
 
 @functools.cache

@@ -9,13 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from page_blocks import blocks
 
 ROOT = Path(__file__).parent.parent.parent
-README = (ROOT / "README.md").read_text()
-
-
-def code_blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README = ROOT / "README.md"
 
 
 def run_in(folder: Path, code: str) -> str:
@@ -44,7 +41,7 @@ def on_a_terminal(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_the_first_example_runs_and_the_bucket_tells_about_it(tmp_path):
-    first, reader = code_blocks()[:2]
+    first, reader = blocks(README, "python")
     assert len(first.strip().splitlines()) <= 15
     assert first.strip().splitlines()[-1].lstrip().startswith("assert ")
     (tmp_path / "first_run.py").write_text(first)
@@ -57,6 +54,6 @@ def test_the_first_example_runs_and_the_bucket_tells_about_it(tmp_path):
 def test_settings_and_names_in_the_readme_exist():
     import diloco_orchestrator
 
-    imported = re.findall(r"from diloco_orchestrator import (.+)", README)
+    imported = re.findall(r"from diloco_orchestrator import (.+)", README.read_text())
     for name in ", ".join(imported).split(", "):
         assert hasattr(diloco_orchestrator, name), name

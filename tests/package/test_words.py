@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from page_blocks import prose
 from parsed import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -198,10 +199,6 @@ _SUFFIXES = (".py", ".md", ".json", ".txt", ".bin", ".zip", ".safetensors", "/",
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def prose_of(document: Path) -> str:
-    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
 def spans_of(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
@@ -244,7 +241,7 @@ def complaint(span: str) -> str:
 @pytest.mark.parametrize("document", [GLOSSARY, PROTOCOL], ids=lambda path: path.name)
 def test_what_the_documents_name_exists(document):
     allowed = {"package.module:function", "state_dict", "run.wait", "previous"}
-    wrong = [f"`{s}`: {why}" for s in spans_of(prose_of(document)) if s not in allowed and (why := complaint(s))]
+    wrong = [f"`{s}`: {why}" for s in spans_of(prose(document)) if s not in allowed and (why := complaint(s))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -260,7 +257,7 @@ def test_the_documented_folder_is_the_one_that_keys_builds():
 def test_files_of_ours_that_any_document_names_exist():
     ours = re.compile(rf"({'|'.join(PACKAGES)}|tests|docs|infra|benchmarks)/[\w./-]*")
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        for span in spans_of(prose_of(document)):
+        for span in spans_of(prose(document)):
             assert not ours.fullmatch(span) or (ROOT / span).exists(), f"{document.name}: there is no {span}"
 
 
@@ -306,7 +303,7 @@ def test_every_record_error_and_public_name_is_explained():
     import diloco_orchestrator
     import executors
 
-    explained = {span for document in (GLOSSARY, PROTOCOL) for span in spans_of(prose_of(document))}
+    explained = {span for document in (GLOSSARY, PROTOCOL) for span in spans_of(prose(document))}
     explained |= set(re.findall(r"  ([A-Z]\w+)[:,]", PROTOCOL.read_text()))  # the objects of the run's folder
     offered = {name: getattr(executors, name) for name in dir(executors) if name[0].isupper()}
     ours = {name for name, each in offered.items() if each.__module__.startswith("diloco_orchestrator.executors.")}
@@ -428,7 +425,7 @@ def test_docstrings_begin_with_a_noun_and_no_riddle(room):
 
 def test_the_documents_use_plain_words():
     for document in (GLOSSARY, PROTOCOL):
-        for _, sentence in sentences_of(prose_of(document)):
+        for _, sentence in sentences_of(prose(document)):
             found = [match for pattern in BANNED if (match := re.search(pattern, sentence))]
             assert not found, f"{document.name}: …{sentence[max(0, found[0].start() - 60) : found[0].end() + 60]}…"
 

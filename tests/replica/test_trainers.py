@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="the extra [trl] is not installed")
 
 import tiny_trainers as tiny
 import torch
+from page_blocks import blocks
 from protocol_fleet import Fleet
 from real_runs import FAST
 from sessions import context_of
@@ -559,8 +560,7 @@ def test_a_guard_without_a_score_is_refused():
 
 def test_the_program_of_the_documentation_runs(tmp_path: Path):
     root = Path(__file__).parent.parent.parent
-    program = (root / "docs" / "recipes" / "trainers.md").read_text().split("```python\n")[1].split("```")[0]
-    (tmp_path / "sft_run.py").write_text(program)
+    (tmp_path / "sft_run.py").write_text(blocks(root / "docs/recipes/trainers.md", "python")[0])
     environ = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, "sft_run.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

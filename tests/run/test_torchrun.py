@@ -1,13 +1,13 @@
 """Replicas whose ranks somebody's own torchrun has started: `ObjectStoreManager.join` in every rank."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import blocks
 from real_runs import reader_of
 from safetensors.torch import load_file
 
@@ -51,9 +51,9 @@ def test_ranks_of_torchrun_join_as_one_replica_and_train_what_one_process_does(t
 
 def test_the_program_of_the_page_trains_with_ranks_on_two_machines(tmp_path: Path):
     """docs/recipes/islands.md. Two torchruns of one group, on loopback, are the machines of the first replica."""
-    text = (Path(__file__).parents[2] / "docs/recipes/islands.md").read_text()
+    page = Path(__file__).parents[2] / "docs/recipes/islands.md"
     program, bucket = tmp_path / "own_ranks.py", tmp_path / "run"
-    program.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    program.write_text(blocks(page, "python")[1])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{probe.getsockname()[1]}"
