@@ -142,7 +142,7 @@ def test_tensor_parallel_islands_train_what_single_processes_do(start, model, ra
     assert [row.tokens for row in results[1].metrics] == [row.tokens for row in results[0].metrics]
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("ddp", 2), ("ddp", [2, 1]), ("plain", [2, 1])])
+@pytest.mark.parametrize(("model", "ranks"), [("ddp", 2), ("fsdp", [3, 1]), ("plain", [2, 1])])
 def test_islands_of_any_sizes_train_what_single_processes_do(start, alone, model, ranks):
     run, bucket = start(args={"model": model}, ranks_per_replica=ranks)
     assert _scores(run.wait()) == pytest.approx(_scores(alone[0]), abs=NEAR)
@@ -164,7 +164,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
     run, bucket = start(args={"model": "fsdp"}, rounds=2, ranks_per_replica=2)
     run.wait()
     result = run.resume(rounds=1, ranks_per_replica=[1, 3]).wait()
-    assert _scores(result)[-1] == pytest.approx(_scores(alone[0])[-1], abs=0.05)  # three ranks have 3, 3 and 2 rows
+    assert _scores(result)[-1] == pytest.approx(_scores(alone[0])[-1], abs=NEAR)  # three ranks have 3, 3 and 2 rows
     assert verify(str(bucket)).agrees
     newest = sorted(bucket.glob("rounds/*/contributions/1.json"))[-1]
     assert json.loads(newest.read_text())["ranks"] == 3
