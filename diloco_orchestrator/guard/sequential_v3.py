@@ -53,12 +53,18 @@ class CollapseFromFirst(EarlyCollapse):
 
 @dataclass
 class AllShares(FallingShares):
-    """`FallingShares` that leaves no share out of the mean. Stored state: 2 numbers per share, and 2."""
+    """`FallingShares` that leaves no share out of the mean, and names those that gain less than the others, too.
+
+    Stored state: 2 numbers per share, and 2.
+    """
 
     LEAVES_OUT: ClassVar[bool] = False
 
     def state(self) -> Any:
-        return super().state()[:-1]
+        return super().state()[:-2]
+
+    def _is_worse(self, share: str, gain: float) -> bool:
+        return True
 
 
 @dataclass

@@ -102,6 +102,14 @@ def test_a_fall_of_all_shares_counts_and_one_of_two_of_eight_does_not():
     assert named == [3, 6] and lost == pytest.approx(0.25, abs=0.1)  # 2 of 8, over the 6 that are left
 
 
+def test_a_share_that_only_gains_less_than_the_others_is_not_named():
+    slower = [[0.1 * t] * 3 + [0.1 * t - 0.05 * max(0, t - 40)] for t in range(60)]
+    rows = [
+        [g + noise for g, noise in zip(row, noisy([0.0] * 4, 1, t)[0], strict=True)] for t, row in enumerate(slower)
+    ]
+    assert not any(after(rows[:rounds])[0] for rounds in range(40, 61))
+
+
 def test_shares_that_rise_or_vary_most_are_left_out_of_the_mean():
     levels = [0.1 * i for i in range(8)]
     calm = noisy(levels, 40, 1)

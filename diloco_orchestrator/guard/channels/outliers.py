@@ -20,6 +20,7 @@ _LIARS = 4  # one share of so many may be wrong
 # .5 noise the drift of an honest share varies by .55 of them. The first is low because it costs honest fleets little (a
 # slow hack is halted 3 rounds later), and lies of two replicas of eight then halt less than once in 1000 rounds.
 _DRIFTED, _NAMED = 0.9, 1.7
+_WORSE = 5.0  # spreads below its best in one round; 1.5 spreads are a standard deviation
 # Spreads of one round by which a share must have drifted up, or be away from its usual distance in the mean of some 10
 # rounds without its drift, to be left out: an honest share by .8 of them.
 _RISEN, _WILD = 1.2, 1.3
@@ -29,7 +30,7 @@ _RISEN, _WILD = 1.2, 1.3
 class FallingShares(Remembered):
     """The drift of each held-out share's score from its usual distance to the mean of all shares.
 
-    Stored state: 3 numbers per share, and 2.
+    Stored state: 4 numbers per share, and 2.
     """
 
     LEAVES_OUT: ClassVar[bool] = True  # whether shares can be left out of the mean
@@ -41,13 +42,14 @@ class FallingShares(Remembered):
         default_factory=dict
     )  # by share: mean of what it is above that, over some 10 rounds
     away: dict[str, float] = field(default_factory=dict)  # by share: mean of its size
+    best: dict[str, float] = field(default_factory=dict)  # by share: its largest gain
 
     def judge(self, gains: Mapping[str, float]) -> tuple[list[int], float, float]:
         """Add a round's score gains since the start, by share of the held-out set.
 
-        Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all; by
-        how much those that have moved down at all lower the mean; and what is to be added to the mean for those that
-        are left out of it. Without `gains`: ([], 0.0, 0.0).
+        Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all and
+        are below their own best; by how much those that have moved down at all lower the mean; and what is to be added
+        to the mean for those that are left out of it. Without `gains`: ([], 0.0, 0.0).
         """
         shares = sorted(gains)
         if not shares:
@@ -60,6 +62,7 @@ class FallingShares(Remembered):
             self.drift[share] = (1 - _NEW) * self.drift.get(share, 0.0) + _NEW * above[share]
             away = self.away.get(share, 0.0)
             self.away[share] = away + max(1 / self.count, _NEW) * (abs(above[share]) - away)
+            self.best[share] = max(self.best.get(share, gains[share]), gains[share])
         left_out = self._left_out(shares)
         lowest = sorted(shares, key=lambda share: (self.drift[share], share))[: len(shares) // _LIARS]
         fallen = [share for share in lowest if self.drift[share] < -_DRIFTED * self.spread and share not in left_out]
@@ -68,9 +71,14 @@ class FallingShares(Remembered):
                 known = self.usual.get(share, gains[share] - mean)
                 self.usual[share] = known + max(1 / self.count, 1 / _MEMORY) * above[share]
         lost = added([max(0.0, -above[share]) for share in fallen])
-        named = sorted(int(share) for share in fallen if self.drift[share] < -_NAMED * self.spread)
+        far = [share for share in fallen if self.drift[share] < -_NAMED * self.spread]
+        named = sorted(int(share) for share in far if self._is_worse(share, gains[share]))
         moved = -added([above[share] for share in left_out]) / (len(shares) - len(left_out)) if left_out else 0.0
         return named, lost / (len(shares) - len(fallen)), moved
+
+    def _is_worse(self, share: str, gain: float) -> bool:
+        """Whether a share has fallen itself. One that only gains less than the others need not be looked at."""
+        return gain < self.best[share] - _WORSE * self.spread
 
     def _left_out(self, shares: Sequence[str]) -> list[str]:
         """The shares, at most a quarter, that have drifted up or vary far more than the others, the furthest first."""
