@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "2f5d520a998b54d0790f7ce7cea528caf9723e0cfc84c272b0681f83dd4b4997"
+GOLDEN = "82d73c09c1eca2c28873054993b4032812c1ac5ca279b4c60eca1ab2b47db721"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class FallingShares(Remembered):
         return named, lost / (len(shares) - len(fallen)), moved
 
     def _is_worse(self, share: str, gain: float) -> bool:
-        """Whether a share has fallen itself. One that only gains less than the others need not be looked at."""
+        """Whether a share has fallen itself. One that only gains less than the others has not."""
         return gain < self.best[share] - _WORSE * self.spread
 
     def _left_out(self, shares: Sequence[str]) -> list[str]:
