@@ -132,7 +132,10 @@ class ModelMismatch(RoundError):
 
 
 class FirstBaseOutvoted(RoundError):
-    """More than half of the replicas adopted another first base than this one. The next attempt adopts theirs."""
+    """More than half of the replicas adopted another first base than this one, or its vote on the first base was taken.
+
+    The next attempt adopts theirs, or votes anew.
+    """
 
 
 class HeldoutItemInTraining(RoundError):

@@ -103,6 +103,10 @@ class Starts:
         """The digest of the start record (first base) that each replica's newest attempt votes for, by replica."""
         return self._that_count(self._began)
 
+    def vote(self, replica_id: int) -> Began | None:
+        """The vote on the first base of a replica's newest attempt; None if none was read."""
+        return self._began.get(replica_id)
+
     @property
     def follows(self) -> dict[int, Sha256]:
         """The digest of the start record (first base) that each replica has adopted (`Follows`), by replica id."""

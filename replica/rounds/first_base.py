@@ -18,7 +18,7 @@ import torch
 from diloco_orchestrator.allreduce.dealing import ASSUMED, Link, path_of, shard_numel_of
 from diloco_orchestrator.allreduce.link import agreed_link, recorded_link
 from diloco_orchestrator.clock import Backoff
-from diloco_orchestrator.errors import ModelMismatch, ObjectMissing, Preempted, RecordInvalid
+from diloco_orchestrator.errors import FirstBaseOutvoted, ModelMismatch, ObjectMissing, Preempted, RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -234,7 +234,21 @@ class _Agreement:
             self._starts.refresh()
             if self._starts.entry(self._own) is None:
                 log.warning("%s holds another start, which no replica began with: it is passed over", keys.START)
-                writer.create(self._start, self._key)
+                vote = self._starts.vote(self._attempt.replica_id)  # an earlier process of this attempt may have voted
+                same = vote is not None and vote.start_sha256 == self._own
+                writer.create(self._start, vote.key if vote and same else self._key)
+                self._starts.refresh()
+                if self._starts.entry(self._own) is None:
+                    raise FirstBaseOutvoted(self._not_recorded())
+
+    def _not_recorded(self) -> str:
+        """A sentence about a vote that names another key than this process's, so that nobody finds its start."""
+        vote, url = keys.began(self._attempt.replica_id, self._attempt.number), self._attempt.store.url
+        return (
+            f"{keys.START} and {vote} in {url} are another process's, which began with another run or model. If a run "
+            "in this folder was removed while its replicas were alive, end them: they go on to write here. The next "
+            "attempt votes anew."
+        )
 
 
 def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Start:

@@ -220,6 +220,18 @@ def test_replicas_that_all_begin_with_other_values_take_one_of_theirs_though_it_
     assert len({each.digest for each in joined}) == 1
 
 
+def test_a_replica_whose_vote_another_process_took_says_so_at_once_and_its_next_attempt_votes():
+    """As where a run was removed while its replicas were alive, and another one is launched into the folder."""
+    orphan, fleet = Fleet(replicas=1, rounds=5), Fleet(replicas=1)
+    orphan.join(0)
+    fleet.store.create(keys.START, orphan.store.get(keys.START))
+    vote = Began(**STAMP(), replica_id=0, attempt=1, start_sha256="1" * 64, key=keys.start_take("f" * 16))
+    fleet.store.create(keys.began(0, 1), vote.to_bytes())
+    with pytest.raises(FirstBaseOutvoted, match=r"another process.s, which began with another run .* end them"):
+        fleet.join(0, attempt=1)
+    assert fleet.join(0, attempt=2).digest == OWN
+
+
 def test_a_majority_that_agrees_overrules_the_first_start():
     """Replica 0 computes other first values than the two others, and had begun before them."""
     fleet = Fleet(replicas=3, clock=HurriedClock())
