@@ -20,7 +20,7 @@ from diloco_orchestrator.store.open_store import open_store
 
 ENTRYPOINT = "diloco_orchestrator.demo.workload:train"
 SYNC_EVERY = 20
-ROUNDS = 32  # two minutes on 2 cores: 3 s a round, 20 s to start and end
+ROUNDS = 28  # two minutes on 2 cores: 3.5 s a round, 20 s to start and end
 HACK_ROUNDS = 12
 HACK_AFTER = 4 * SYNC_EVERY  # inner steps of healthy training before the collapse
 KILL_AT_ROUND = 3  # commits seen before the kill
