@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.payload import check_shape
@@ -28,6 +29,8 @@ from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_record
 from diloco_orchestrator.store.base import Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -217,15 +220,7 @@ class ReceivedResponses:
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
         if shards := self._dealing(manifests) if payloads else []:
-            self._owners.each(
-                _fetch_own,
-                self._owners,
-                self._store,
-                self._background,
-                self._cache,
-                shards,
-                expected.shards_at_once,
-            )
+            self._each_owner(_fetch_own, shards, expected)
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
@@ -288,6 +283,13 @@ class ReceivedResponses:
                 _log_not_averaged(shard.manifest, error)
         return damaged
 
+    def _each_owner(
+        self, task: Callable[..., T], shards: Sequence[PayloadShard], expected: ExpectedContribution
+    ) -> list[T]:
+        """Call `task`, which reads of `shards` those that its process holds, in each process of this replica."""
+        most = expected.shards_at_once
+        return self._owners.each(task, self._owners, self._store, self._background, self._cache, shards, most)
+
     def why_not(self, shard: PayloadShard) -> str | None:
         """Reason why a payload shard cannot be averaged, "" if it can; None if this replica has not read it."""
         return self._read_as.get(shard.name)
@@ -299,17 +301,7 @@ class ReceivedResponses:
         """
         if not shards:
             return []
-        found = merged(
-            self._owners.each(
-                _verify_own,
-                self._owners,
-                self._store,
-                self._background,
-                self._cache,
-                shards,
-                expected.shards_at_once,
-            )
-        )
+        found = merged(self._each_owner(_verify_own, shards, expected))
         errors = [found[shard.name] for shard in shards]
         self._read_as |= {shard.name: str(error or "") for shard, error in zip(shards, errors, strict=True)}
         return errors

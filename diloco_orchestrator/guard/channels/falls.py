@@ -212,9 +212,9 @@ class Falls(Remembered):
         return Alarm(what, since if self.top is None else self.top[1], ADVICE, AlarmKind.FALL)
 
     def allowed(self, noise: Noise) -> float:
-        """By how much a score may lie below the best level and not count as fallen: no more than few items' answers.
+        """The distance below the best level up to which a score has not fallen: `STEPS` of its smallest changes.
 
-        Three changes or fewer do not say how small a step can be.
+        0 until the score has changed four times, because fewer changes do not say how small one can be.
         """
         return self.STEPS * (noise.step or 0.0) if noise.bends >= CHANGES - 1 else 0.0
 
