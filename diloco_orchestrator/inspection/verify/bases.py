@@ -170,14 +170,16 @@ class BaseDeriver:
         self._done.checked["manifests"] += 1
         return manifest
 
-    def checks(self, commit: Commit) -> list[Checked]:
-        """The check records that a commit names. Raises `Differs` for one that is missing or has other bytes."""
-        found = []
+    def checks(self, commit: Commit) -> dict[str, Checked]:
+        """The check records that a commit names, by digest. Raises `Differs` for a missing, other or misplaced one."""
+        found = {}
         for named in commit.checks or ():
             key = keys.checked(commit.round, named.replica_id, named.number)
             data = fetch(self._store, key, f"the commit of round {commit.round} names it")
             equal(key, "its digest", sha256_hex(data), named.sha256, "the commit that names it")
-            found.append(parse(Checked, key, data))
+            record = found[named.sha256] = parse(Checked, key, data)
+            of = record.round, record.leg, record.replica_id, record.number
+            equal(key, "whose it is", of, (commit.round, commit.leg, named.replica_id, named.number), "its key")
         return found
 
     def _check_author(self, manifest: Contribution) -> None:
