@@ -35,7 +35,12 @@ from diloco_orchestrator.executors.machine import (
     visible_gpus,
 )
 from diloco_orchestrator.executors.process_contract import ENV_MEMORY, ENV_WORLD_SIZE, KEY_VARIABLES
-from diloco_orchestrator.executors.processes import ProcessId, find_by_environment
+from diloco_orchestrator.executors.processes import (
+    ProcessId,
+    commands_by_environment,
+    find_by_environment,
+    is_same_folder,
+)
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 log = logging.getLogger(__name__)
@@ -232,6 +237,18 @@ class LocalProcessExecutor(RemoteExecutor):
 
     def _folder(self, request: LaunchRequest) -> AttemptFolder:
         return AttemptFolder(self._run_folder(request.run_id) / str(request.replica_id) / str(request.attempt))
+
+
+def replicas_in(folder: str) -> list[int]:
+    """The pids of the processes that write to `folder` as replicas, started on this machine by `LocalProcessExecutor`.
+
+    Of processes of other users only those that this user may look into.
+    """
+    stores = {
+        pid: dict(zip(command, command[1:], strict=False)).get("--store", "")
+        for pid, command in commands_by_environment(_MARK)
+    }
+    return sorted(pid for pid, store in stores.items() if store and is_same_folder(pid, store, folder))
 
 
 def _folder_of(handle: ReplicaHandle) -> AttemptFolder:

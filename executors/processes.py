@@ -82,6 +82,36 @@ def find_by_environment(name: str, value: str) -> int | None:
     return None
 
 
+def commands_by_environment(name: str) -> Iterator[tuple[int, list[str]]]:
+    """The pid and command line of every living session leader whose environment, which we may read, has `name`."""
+    for pid, environment in _environments():
+        process = ProcessId.of(pid) if name in environment else None
+        if process is not None and process.is_alive() and _leads_its_session(pid):
+            yield pid, _command(pid)
+
+
+def is_same_folder(pid: int, theirs: str, ours: str) -> bool:
+    """Whether the path `theirs` of a process, which may have other mounts, is the folder that we call `ours`."""
+    root = f"/proc/{pid}/root" if _HAS_PROC else ""
+    try:
+        return os.path.samefile(f"{root}{theirs}", ours)
+    except OSError:  # one of them, or the process, is gone
+        return False
+
+
+def _command(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    if not _HAS_PROC:
+        import psutil
+
+        with suppress(psutil.Error):
+            return list(psutil.Process(pid).cmdline())
+        return []
+    with suppress(OSError):
+        return os.fsdecode((_PROC / str(pid) / "cmdline").read_bytes()).split("\0")
+    return []
+
+
 def _leads_its_session(pid: int) -> bool:
     try:
         return os.getsid(pid) == pid
