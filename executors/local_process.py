@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -244,10 +245,7 @@ def replicas_in(folder: str) -> list[int]:
 
     Of processes of other users only those that this user may look into.
     """
-    stores = {
-        pid: dict(zip(command, command[1:], strict=False)).get("--store", "")
-        for pid, command in commands_by_environment(_MARK)
-    }
+    stores = {pid: dict(pairwise(command)).get("--store", "") for pid, command in commands_by_environment(_MARK)}
     return sorted(pid for pid, store in stores.items() if store and is_same_folder(pid, store, folder))
 
 

@@ -94,9 +94,29 @@ def is_same_folder(pid: int, theirs: str, ours: str) -> bool:
     """Whether the path `theirs` of a process, which may have other mounts, is the folder that we call `ours`."""
     root = f"/proc/{pid}/root" if _HAS_PROC else ""
     try:
-        return os.path.samefile(f"{root}{theirs}", ours)
+        return Path(f"{root}{theirs}").samefile(ours)
     except OSError:  # one of them, or the process, is gone
         return False
+
+
+def launcher_of(pid: int) -> int | None:
+    """The pid of the process that started `pid`, if it lives and is another one than this; None if `pid` was adopted.
+
+    Whoever started a replica runs the same interpreter; whoever adopts processes, as process 1 does, does not.
+    """
+    if not _HAS_PROC:
+        import psutil
+
+        with suppress(psutil.Error):
+            parent = psutil.Process(pid).parent()
+            if parent is not None and parent.pid not in (1, os.getpid()) and parent.exe() == psutil.Process(pid).exe():
+                return int(parent.pid)
+        return None
+    with suppress(OSError):
+        parent_pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        if parent_pid not in (1, os.getpid()) and (_PROC / str(pid) / "exe").samefile(_PROC / f"{parent_pid}/exe"):
+            return parent_pid
+    return None
 
 
 def _command(pid: int) -> list[str]:

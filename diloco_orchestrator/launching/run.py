@@ -24,6 +24,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
 from diloco_orchestrator.executors.local_process import replicas_in
+from diloco_orchestrator.executors.processes import launcher_of
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
@@ -408,10 +409,14 @@ def _check_removed(folder: Store) -> None:
         return
     if processes:
         pids = " ".join(map(str, processes))
+        launchers = sorted({pid for each in processes if (pid := launcher_of(each)) is not None})
+        first = (
+            f" Process {launchers[0]} launches them again if it waits for that run: end it first." if launchers else ""
+        )
         raise RunFolderTaken(
             f"the run that was in {folder.url} was removed while its replicas were alive: they go on to write there, "
-            f"and a new run would read that. End them, remove what they wrote, and launch again: kill -9 {pids}; "
-            f"rm -r {quote(folder.url)}. Or choose another folder."
+            f"and a new run would read that.{first} End them, remove what they wrote, and launch "
+            f"again: kill -9 {pids}; rm -r {quote(folder.url)}. Or choose another folder."
         )
     raise RunFolderTaken(
         f"{folder.url} holds {found} and no {keys.RUN}: a run was removed from it, and its replicas have written there "

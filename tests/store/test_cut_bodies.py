@@ -63,8 +63,8 @@ def test_servers_of_tests_keep_nothing_of_a_body_that_ends_early_as_s3_does(serv
         ):
             address = urlsplit(Signer("s3://bucket/run", options).url_of("put", "cut", 60.0))
             with socket.create_connection((str(address.hostname), int(address.port or 0))) as connection:
-                head = f"PUT {address.path}?{address.query} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 9\r\n\r\n"
-                connection.sendall(head.encode() + b"half")
+                lines = f"PUT {address.path}?{address.query} HTTP/1.1", f"Host: {address.netloc}", "Content-Length: 9"
+                connection.sendall("\r\n".join((*lines, "", "half")).encode())
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(100) == b"", url
             assert not list(open_store("s3://bucket/run", options).list("")), url
