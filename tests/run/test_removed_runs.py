@@ -54,6 +54,7 @@ def test_a_launch_names_the_replicas_of_a_removed_run_and_what_to_do_and_that_is
     assert verify_run(open_store(str(bucket))).agrees
 
 
+@pytest.mark.parametrize("left", ["launcher killed"], indirect=True)
 def test_replicas_are_those_of_the_folder_by_whatever_path(
     tmp_path: Path, left: tuple[subprocess.Popen[str], list[int]]
 ):
