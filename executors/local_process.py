@@ -243,7 +243,7 @@ class LocalProcessExecutor(RemoteExecutor):
 def replicas_in(folder: str) -> list[int]:
     """The pids of the processes that write to `folder` as replicas, started on this machine by `LocalProcessExecutor`.
 
-    Of processes of other users only those that this user may look into.
+    Processes of other users are among them only if this user may look into them.
     """
     stores = {pid: dict(pairwise(command)).get("--store", "") for pid, command in commands_by_environment(_MARK)}
     return sorted(pid for pid, store in stores.items() if store and is_same_folder(pid, store, folder))
