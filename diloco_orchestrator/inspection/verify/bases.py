@@ -3,12 +3,13 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid, SpoolFailed
-from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, parse
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, optional, parse
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, UnreadBase
 from diloco_orchestrator.protocol import keys
@@ -177,7 +178,7 @@ class BaseDeriver:
             key = keys.checked(commit.round, named.replica_id, named.number)
             data = fetch(self._store, key, f"the commit of round {commit.round} names it")
             equal(key, "its digest", sha256_hex(data), named.sha256, "the commit that names it")
-            record = found[named.sha256] = parse(Checked, key, data)
+            record = found[named.sha256] = optional(key, partial(Checked.from_bytes, data, key))
             of = record.round, record.leg, record.replica_id, record.number
             equal(key, "whose it is", of, (commit.round, commit.leg, named.replica_id, named.number), "its key")
         return found
