@@ -239,11 +239,15 @@ def leave_out(commit: dict, replica_id: int) -> None:
         (lambda c: c.update(stop="completed"), "is void: its stop is 'completed', after 2 of 4 outer steps"),
         (lambda c: c.update(stop="halted"), "halts the run, though neither the guard nor a request does"),
         (lambda c: c.update(empty_rounds=1), "is void: its empty_rounds is 1"),
-        (lambda c: c["answers"][0].update(tokens=2), "tokens is 0; the commit that names it says 2"),
+        (
+            lambda c: c["answers"][0].update(tokens=2),
+            "is void: it has other steps, tokens, norm",
+        ),
         (
             lambda c: c["answers"][0].update(attempt=0),
             "kind is unverifiable; a commit that names no attempt says delta",
         ),
+        (lambda c: c["answers"][0].update(train_s=9.0), "train_s is"),
         (lambda c: c["answers"][0].update(attempt=2), "attempt is 1; the commit that names it says 2"),
         (lambda c: leave_out(c, 0), "names the base that round 3 started from"),
         (lambda c: c["answers"].append(c["answers"][1]), "is void: it lists the answers of replicas [0, 1, 1]"),
@@ -303,7 +307,7 @@ def test_work_that_counts_twice_is_found(finished):
     def again(commit: dict) -> None:
         commit["answers"][0]["origins"].append({"round": 1, "steps": 30})
 
-    assert "origins" in forge(finished, 3, again)[1]
+    assert "other steps, tokens, norm or payload of replica 0" in forge(finished, 3, again)[1]
 
 
 def test_a_run_that_never_began_has_nothing_to_derive():

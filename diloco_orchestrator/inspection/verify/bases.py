@@ -157,17 +157,10 @@ class BaseDeriver:
             raise Differs(key, f"names the base that round {commit.round} started from; the commit says it does not")
         if answer.kind not in ("wrong_base", "unverifiable"):
             equal(key, "kind", manifest.kind, answer.kind, "the commit that names it")
-            equal(key, "fragment", manifest.fragment, commit.fragment, "the commit that names it")
-            equal(key, "base_digest", manifest.base_digest, commit.base_digest, "the commit that names it")
             self._check_payload(manifest)
             self._check_state(manifest)
             self._check_residual(manifest)
-        norm, payload = (manifest.payload.norm, manifest.payload.digest) if manifest.payload else (0.0, "")
-        equal(key, "norm", norm, answer.norm, "the commit that names it")
-        equal(key, "payload", payload, answer.payload, "the commit that names it")
-        equal(key, "tokens", manifest.tokens, answer.tokens, "the commit that names it")
         equal(key, "train_s", manifest.train_s, answer.train_s, "the commit that names it")
-        equal(key, "origins", manifest.origins, answer.origins, "the commit that names it")
         self._done.checked["manifests"] += 1
         return manifest
 
