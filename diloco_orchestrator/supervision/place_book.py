@@ -149,9 +149,8 @@ class PlaceBook:
         for each in hung:
             self._refused((each.replica_id, each.attempt), each.why, now)
         cancelled = {each.replica_id for each in hung}
-        shut, why = self._shut(given_up_by(actions, views)), "two replicas were given up there for the same cause"
-        refusing = {"rests_until": math.inf, "refused_since": -math.inf, "refusal": why}
-        places = [replace(each, **refusing) if each.name in shut else each for each in self._place_views(now)]
+        shut = self._shut(given_up_by(actions, views))
+        places = [_refusing(each) if each.name in shut else each for each in self._place_views(now)]
         self._overpay(places, views, now)
         view = placing.PlacesView(
             places,
@@ -296,6 +295,11 @@ def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
         found.append(decision)
         view = view.after(decision)
     return found
+
+
+def _refusing(place: placing.PlaceView) -> placing.PlaceView:
+    why = "two replicas were given up there for the same cause"
+    return replace(place, rests_until=math.inf, refused_since=-math.inf, refusal=why)
 
 
 def _seat_of(
