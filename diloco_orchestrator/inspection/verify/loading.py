@@ -19,7 +19,7 @@ from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.pull import write_files
 from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
+from diloco_orchestrator.protocol.records import Score, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -95,7 +95,7 @@ class ModelScorer:
                 f"({start.heldout.items} items): pass the list "
                 "that the training function passes to attach (`items`, `--items pkg.mod:LIST`)."
             )
-        self.sign = sign_of(start.heldout)
+        self.sign = start.heldout.sign
         self.items = len(items)
         self._shares = shares_of(items, len(start.heldout.shares))
 
@@ -183,11 +183,6 @@ class SnapshotLoader:
                 "tolerated. If they scored in bf16 or on another device, tolerate more",
             )
         done.checked["snapshots scored"] += 1
-
-
-def sign_of(heldout: HeldoutSet) -> float:
-    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
-    return -1.0 if heldout.metric == "loss" else 1.0
 
 
 def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:

@@ -9,7 +9,7 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import write_folder
-from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores, sign_of
+from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -53,7 +53,7 @@ def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
     sums = [score.sum for score in logged if score.sum is not None]  # None: not a finite number
     if len(sums) < len(logged) or sum(score.count for score in logged) != start.record.heldout.items:
         return None
-    return sign_of(start.record.heldout) * sum(sums) / start.record.heldout.items
+    return start.record.heldout.sign * sum(sums) / start.record.heldout.items
 
 
 class BaseScorer:
