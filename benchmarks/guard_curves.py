@@ -238,6 +238,18 @@ HELD_BACK: dict[str, Callable[[Rng, int], Runs]] = {
     "bump .15, tau 3, on a slow slope": lambda rng, runs: _other_bump(rng, 0.15, 3.0, runs),
     "bump .08, tau 6, on a slow slope": lambda rng, runs: _other_bump(rng, 0.08, 6.0, runs),
     "64 sampled items of unequal difficulty, rising": lambda rng, runs: Runs(_unequal_items(rng, 300, runs, 64)),
+    **{
+        f"plateau after {words}, AR {phi:g}": lambda rng, runs, c=curve, p=phi: Runs(
+            c(t_of(300)) + noise(rng, 300, runs, p, 1.0)
+        )
+        for words, curve in (
+            ("a climb of 20 sd, tau 3", lambda t: _climb(t, 20, 3)),
+            ("a climb of 30 sd, tau 8", lambda t: _climb(t, 30, 8)),
+            ("one step of 10 sd", lambda t: 10.0 * (t > 12)),
+            ("a sigmoid of 12 sd around round 60", lambda t: 12 / (1 + np.exp(-(t - 60) / 6))),
+        )
+        for phi in (0.0, 0.5, 0.7)
+    },
     "64 fixed items that keep their answer 5 rounds": lambda rng, runs: Runs(
         np.mean([_switched(rng, 300, runs, 0.1, 0.2) for _ in range(64)], axis=0)
     ),

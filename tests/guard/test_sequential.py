@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "82d73c09c1eca2c28873054993b4032812c1ac5ca279b4c60eca1ab2b47db721"
+GOLDEN = "7fd122e655fdf6290a658073f79792dee9a3f97397afffbee0b36d6ce4f713e0"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
