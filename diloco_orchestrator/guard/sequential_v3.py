@@ -12,7 +12,7 @@ from diloco_orchestrator.guard.channels.early import EarlyCollapse
 from diloco_orchestrator.guard.channels.falls import Falls
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import Noise
-from diloco_orchestrator.guard.channels.outliers import FallingShares
+from diloco_orchestrator.guard.channels.outliers import NAMED, FallingShares
 from diloco_orchestrator.guard.sequential import SequentialGuard
 
 
@@ -49,10 +49,10 @@ class AllShares(FallingShares):
     LEAVES_OUT: ClassVar[bool] = False
 
     def state(self) -> Any:
-        return super().state()[:-2]
+        return super().state()[:-4]
 
-    def _is_worse(self, share: str, gain: float) -> bool:
-        return True
+    def _is_worse(self, share: str) -> bool:
+        return self.drift[share] < -NAMED * self.spread
 
 
 @dataclass
