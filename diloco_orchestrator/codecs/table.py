@@ -104,17 +104,21 @@ class Codec:
 
     def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
         """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
-        data, decoded = self.rounded(values)
-        return EncodedBlock(data, decoded, _measured(decoded))
-
-    def rounded(self, values: "torch.Tensor") -> "tuple[memoryview, torch.Tensor]":
-        """The bytes that `encode_block` returns for `values`, and the values that they decode to; the error is not
-        measured.
-        """
         import torch
 
         data = self.pack(values)
-        return data.numpy().data, self.unpack(data, values.numel()).to(torch.float32)
+        decoded = self.unpack(data, values.numel()).to(torch.float32)
+        return EncodedBlock(data.numpy().data, decoded, _measured(decoded))
+
+    def packed(self, values: "torch.Tensor") -> memoryview:
+        """The bytes that `encode_block` returns for `values`."""
+        return self.pack(values).numpy().data
+
+    def rounded(self, values: "torch.Tensor") -> "torch.Tensor":
+        """The values that the encoding of `values` decodes to."""
+        import torch
+
+        return self.unpack(self.pack(values), values.numel()).to(torch.float32)
 
 
 @dataclass(frozen=True)
