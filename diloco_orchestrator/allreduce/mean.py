@@ -113,7 +113,10 @@ class WeightedMean:
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
-        buffer = empty(min(BLOCK, stop - start))
+        by_block = self._sums_of_encoded if all(shard.adds for shard in shards) else self._sums
+        return (summed.div_(self._total) for summed in by_block(shards, start, stop, empty(min(BLOCK, stop - start))))
+
+    def _sums(self, shards: Sequence[Encoded], start: int, stop: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         for blocks in side_by_side(shards, start, stop, BLOCK):
             summed = buffer[: blocks[0].numel()]
             for position, block in enumerate(blocks):
@@ -122,7 +125,17 @@ class WeightedMean:
                     summed.add_(weighted)
                 else:
                     torch.add(weighted, 0.0, out=summed)  # not a copy: a sum that begins at zero has no -0.0
-            yield summed.div_(self._total)
+            yield summed
+
+    def _sums_of_encoded(
+        self, shards: Sequence[Encoded], start: int, stop: int, buffer: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """The same sums, to which each block is added as it is decoded. `start`: where a group begins."""
+        for first in range(start, stop, BLOCK):
+            summed = buffer[: stop - first].zero_()
+            for shard, weight in zip(shards, self._parts.weights, strict=True):
+                shard.add_to(summed, first, float(weight))
+            yield summed
 
 
 def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
@@ -154,7 +167,7 @@ def encoded_shard(blocks: ShardBlocks, numel: int, codec: str) -> memoryview:
     def encode(start: int, stop: int) -> None:
         place = found.body_size(start)
         for block in blocks(start, stop):
-            packed = found.packed(block)
+            packed = found.encode_block(block).data
             body[place : place + len(packed)] = packed
             place += len(packed)
 
@@ -217,7 +230,7 @@ class EncodedAverage:
 
     def _blocks(self, blocks: ShardBlocks, start: int, stop: int) -> Iterator[torch.Tensor]:
         for block in blocks(start, stop):
-            yield self._codec.rounded(block)
+            yield self._codec.encode_block(block).values
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:
