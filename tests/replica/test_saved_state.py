@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -16,6 +17,7 @@ from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvali
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.replica.process.range_comparison import same_state
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.tensor_tree import pack, state_file, stored_tree, unpack, whole_tree
 from diloco_orchestrator.snapshots.stored_state import StoredState
@@ -107,10 +109,10 @@ class Counting(MemoryStore):
         return super().get(key, start, end)
 
 
-def saved(limit: int) -> tuple[Fleet, Participant, Contribution]:
+def saved(limit: int, tree: Any = TREE) -> tuple[Fleet, Participant, Contribution]:
     fleet = Fleet(replicas=1, rounds=1, store=Counting())
     participant = fleet.join(0)
-    manifest = answer(participant, 1.0, replace(report(), state=state_file(TREE, limit=limit)))
+    manifest = answer(participant, 1.0, replace(report(), state=state_file(tree, limit=limit)))
     return fleet, participant, manifest
 
 
@@ -130,6 +132,16 @@ def test_a_small_state_is_one_object_and_a_large_one_an_index_and_pieces():
     large.engine.reads.clear()
     assert same(whole_tree(stored_tree(participant.history.read_state(manifest), "here")), TREE)
     assert set(large.engine.reads.values()) == {1} and set(large.engine.reads) == set(sizes)
+
+
+def test_how_a_state_was_cut_is_no_difference_to_an_audit():
+    (small, _, one), (large, _, several) = saved(10**6), saved(LIMIT)
+    assert one.state != several.state
+    assert same_state(small.store, one, large.store, several)
+    other, _, other_manifest = saved(LIMIT, {**TREE, "none": 1})
+    assert not same_state(small.store, one, other.store, other_manifest)
+    large.store.delete(keys.state_piece(0, 1, 1, 1))
+    assert not same_state(small.store, one, large.store, several)
 
 
 @pytest.mark.parametrize("piece", [0, 2])
