@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.process.range_comparison import same_state
 from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.replica.training.checkpoint import Checkpoint
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
+from diloco_orchestrator.replica.training.fp32_shadow import views_of
+from diloco_orchestrator.replica.training.fragments import SyncSchedule
+from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.tensor_tree import pack, state_file, stored_tree, unpack, whole_tree
+from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored_state import StoredState
 from diloco_orchestrator.store.memory import MemoryStore
 
@@ -132,6 +139,31 @@ def test_a_small_state_is_one_object_and_a_large_one_an_index_and_pieces():
     large.engine.reads.clear()
     assert same(whole_tree(stored_tree(participant.history.read_state(manifest), "here")), TREE)
     assert set(large.engine.reads.values()) == {1} and set(large.engine.reads) == set(sizes)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_replica_saves_what_it_had_when_it_published_in_objects_of_a_shard(delay):
+    model = torch.nn.Linear(600, 300)  # with a momentum of .7 MB
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fleet = Fleet(replicas=1, shard_mib=1, sync_every=2, fragment_sync_delay=delay, replica_state="round")
+    participant = fleet.join(0, model=model)
+    parameters = trainable(model)
+    schedule = SyncSchedule(sync_every=2, fragments=1, delay=delay)
+    loop = DiLoCoLoop(views_of(parameters, [list(parameters)]), participant, schedule)
+    model(torch.ones(600)).sum().backward()
+    optimizer.step()
+    checkpoint = Checkpoint(participant._attempt, participant, loop, InnerOptimizers(optimizer), {})
+    file = checkpoint.encode_if_due()
+    assert file is not None
+    before = optimizer.state[model.weight]["momentum_buffer"].clone()
+    optimizer.step()  # beside the round, if there is a delay
+    store = MemoryStore()
+    file.write(store, 0, 1, 1, NoBackground())
+    names = [info.key for info in store.list(keys.states(0)) if info.size <= 2**20]
+    pieces = sorted((name for name in names if name.endswith(".bin")), key=lambda name: int(Path(name).stem))
+    saved = unpack(map(store.get, pieces or names), "here")["optimizer"]["state"][0]["momentum_buffer"]
+    assert torch.equal(saved, before) is (delay > 0), "with a delay training has gone on meanwhile"
+    assert len(pieces) == (2 if delay else 0), "with the local values, another .7 MB"
 
 
 def test_how_a_state_was_cut_is_no_difference_to_an_audit():
