@@ -25,7 +25,7 @@ class ConfigError(DilocoError, ValueError):
 
 
 class RunFolderTaken(DilocoError):
-    """The folder of the new run already holds another run."""
+    """The folder of the new run already holds another run, or what replicas of a removed one go on to write."""
 
 
 class NoSuchRun(DilocoError):

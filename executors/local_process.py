@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +36,12 @@ from diloco_orchestrator.executors.machine import (
     visible_gpus,
 )
 from diloco_orchestrator.executors.process_contract import ENV_MEMORY, ENV_WORLD_SIZE, KEY_VARIABLES
-from diloco_orchestrator.executors.processes import ProcessId, find_by_environment
+from diloco_orchestrator.executors.processes import (
+    ProcessId,
+    commands_by_environment,
+    find_by_environment,
+    is_same_folder,
+)
 from diloco_orchestrator.executors.remote_base import RemoteExecutor
 
 log = logging.getLogger(__name__)
@@ -232,6 +238,15 @@ class LocalProcessExecutor(RemoteExecutor):
 
     def _folder(self, request: LaunchRequest) -> AttemptFolder:
         return AttemptFolder(self._run_folder(request.run_id) / str(request.replica_id) / str(request.attempt))
+
+
+def replicas_in(folder: str) -> list[int]:
+    """The pids of the processes that write to `folder` as replicas, started on this machine by `LocalProcessExecutor`.
+
+    Processes of other users are among them only if this user may look into them.
+    """
+    stores = {pid: dict(pairwise(command)).get("--store", "") for pid, command in commands_by_environment(_MARK)}
+    return sorted(pid for pid, store in stores.items() if store and is_same_folder(pid, store, folder))
 
 
 def _folder_of(handle: ReplicaHandle) -> AttemptFolder:

@@ -82,6 +82,56 @@ def find_by_environment(name: str, value: str) -> int | None:
     return None
 
 
+def commands_by_environment(name: str) -> Iterator[tuple[int, list[str]]]:
+    """The pid and command line of every living session leader whose environment, which we may read, has `name`."""
+    for pid, environment in _environments():
+        process = ProcessId.of(pid) if name in environment else None
+        if process is not None and process.is_alive() and _leads_its_session(pid):
+            yield pid, _command(pid)
+
+
+def is_same_folder(pid: int, theirs: str, ours: str) -> bool:
+    """Whether the path `theirs` of a process, which may have other mounts, is the folder that we call `ours`."""
+    root = f"/proc/{pid}/root" if _HAS_PROC else ""
+    try:
+        return Path(f"{root}{theirs}").samefile(ours)
+    except OSError:  # one of them, or the process, is gone
+        return False
+
+
+def launcher_of(pid: int) -> int | None:
+    """The pid of the process that started `pid`, if it lives and is another one than this; None if `pid` was adopted.
+
+    Whoever started a replica runs the same interpreter; whoever adopts processes, as process 1 does, does not.
+    """
+    if not _HAS_PROC:
+        import psutil
+
+        with suppress(psutil.Error):
+            parent = psutil.Process(pid).parent()
+            if parent is not None and parent.pid not in (1, os.getpid()) and parent.exe() == psutil.Process(pid).exe():
+                return int(parent.pid)
+        return None
+    with suppress(OSError):
+        parent_pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        if parent_pid not in (1, os.getpid()) and (_PROC / str(pid) / "exe").samefile(_PROC / f"{parent_pid}/exe"):
+            return parent_pid
+    return None
+
+
+def _command(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    if not _HAS_PROC:
+        import psutil
+
+        with suppress(psutil.Error):
+            return list(psutil.Process(pid).cmdline())
+        return []
+    with suppress(OSError):
+        return os.fsdecode((_PROC / str(pid) / "cmdline").read_bytes()).split("\0")
+    return []
+
+
 def _leads_its_session(pid: int) -> bool:
     try:
         return os.getsid(pid) == pid

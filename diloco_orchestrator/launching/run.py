@@ -14,8 +14,17 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
 from diloco_orchestrator.config import GuardSettings, check_track
-from diloco_orchestrator.errors import ConfigError, RunFailed, RunFolderTaken, RunNotFinished, StoreError
+from diloco_orchestrator.errors import (
+    ConfigError,
+    ObjectMissing,
+    RunFailed,
+    RunFolderTaken,
+    RunNotFinished,
+    StoreError,
+)
 from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
+from diloco_orchestrator.executors.local_process import replicas_in
+from diloco_orchestrator.executors.processes import launcher_of
 from diloco_orchestrator.executors.registry import executor_of
 from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
@@ -32,6 +41,7 @@ from diloco_orchestrator.run_log.launched_here import note_failure, note_head, r
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by, keep_key, of_run
 from diloco_orchestrator.run_log.seen_store import SeenStore
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import SUPERVISING, absolute_url, open_store
 from diloco_orchestrator.store.probe import probe
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
@@ -353,7 +363,7 @@ def launch(
     Raises:
         ConfigError: an invalid argument or setting, with the nearest known name; or a function that no other process
             can import by name.
-        RunFolderTaken: `store` holds another run.
+        RunFolderTaken: `store` holds another run, or the replicas of one that was removed go on to write there.
         StoreError: `store` cannot be used.
         ExecutorDenied: the executor's provider refuses the credentials.
     """
@@ -361,13 +371,14 @@ def launch(
     stamp = Stamp(random_token(), clock.wall_time)
     prepared = prepare_launch(entrypoint, store, options, run_id=f"run-{random_token()}", stamp=stamp(), dry=False)
     storage_options, secrets = options.get("storage_options") or {}, options.get("secrets") or {}
-    store_of_run = of_run(open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING))
-    opened = SeenStore.of(store_of_run, clock)
+    folder = open_store(prepared.url, storage_options, clock=clock, retry=SUPERVISING)
+    opened = SeenStore.of(of_run(folder), clock)
     background = ThreadBackground()
     in_parallel(
         background,
         [lambda: probe(opened, background), lambda: _check_credentials(prepared.executor, prepared.launching)],
     )
+    _check_removed(folder)
     if prepared.archive is not None:
         log.info("%s", "\n".join(prepared.words()))
         code = keys.code(prepared.archive.sha256)
@@ -383,6 +394,43 @@ def launch(
     if why := config.why_by_tokens:
         log.info("%s", why)
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
+
+
+def _check_removed(folder: Store) -> None:
+    """Raise `RunFolderTaken` if a run was removed from the folder and its replicas write there, or have done so since.
+
+    They never read run.json again, and the new run would meet their commits and heartbeats.
+    """
+    if _holds_run(folder):
+        return  # `create_run` refuses
+    processes = [] if "://" in folder.url else replicas_in(folder.url)
+    found = next((info.key for prefix in (keys.REPLICAS, keys.ROUNDS) for info in folder.list(prefix)), None)
+    if not (processes or found) or _holds_run(folder):  # what was found may be of a launch that began meanwhile
+        return
+    if processes:
+        pids = " ".join(map(str, processes))
+        launchers = sorted({pid for each in processes if (pid := launcher_of(each)) is not None})
+        first = (
+            f" Process {launchers[0]} launches them again if it waits for that run: end it first." if launchers else ""
+        )
+        raise RunFolderTaken(
+            f"the run that was in {folder.url} was removed while its replicas were alive: they go on to write there, "
+            f"and a new run would read that.{first} End them, remove what they wrote, and launch "
+            f"again: kill -9 {pids}; rm -r {quote(folder.url)}. Or choose another folder."
+        )
+    raise RunFolderTaken(
+        f"{folder.url} holds {found} and no {keys.RUN}: a run was removed from it, and its replicas have written there "
+        "since. A new run would read that. If they are alive, end them; then remove what is left, and launch again, or "
+        "choose another folder."
+    )
+
+
+def _holds_run(folder: Store) -> bool:
+    try:
+        folder.get(keys.RUN)
+    except ObjectMissing:
+        return False
+    return True
 
 
 def attach(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.clock import Clock, SystemClock
 
 LEAST_S = 30.0
 SLOWEST = 75_000.0  # bytes a second of one request; .6 Mb/s
@@ -20,8 +20,8 @@ _LARGE = 2**20  # bytes; smaller writes wait for the server rather than for the 
 class UploadLimits:
     """Time limits of one process's writes to one store. Thread-safe: a race costs one observation of the speed."""
 
-    def __init__(self) -> None:
-        self._clock = SystemClock()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._rate = SLOWEST  # bytes a second of the latest large writes
 
     def limit_s(self, size: int) -> float:
@@ -36,14 +36,15 @@ class UploadLimits:
     def timed(self, size: int) -> Iterator[float]:
         """Context around a write of `size` bytes, whose limit in seconds it gives. It learns how fast the write was.
 
-        After a write that failed at its limit others get more time.
+        After a write that failed at its limit the others get the time of the slowest line: a line that turned slow
+        costs one lost write.
         """
         limit_s, began = self.limit_s(size), self._clock.now()
         try:
             yield limit_s
         except Exception:  # clients' kinds share no base
             if self._clock.now() - began >= limit_s:
-                self._rate = max(SLOWEST, self._rate / _SLOWER)
+                self._rate = SLOWEST
             raise
         if size >= _LARGE:
             seen = size / max(self._clock.now() - began, 1e-3)

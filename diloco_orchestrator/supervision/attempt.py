@@ -497,7 +497,7 @@ def _took_part(state: Ended, event: TookPart, now: float, policy: AttemptPolicy)
 @on(Ended, GaveUp, to=GivenUp)
 def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
     words = f"the run goes on without its replica, which {event.reason}"
-    return Step(GivenUp(event.reason), (WriteOut(event.reason),), words)
+    return Step(GivenUp(event.reason, state.cause), (WriteOut(event.reason),), words)
 
 
 @on((Unlaunched, Launching, Running, Unreachable, GivenUp), (LegStopped, Tick))
@@ -548,6 +548,7 @@ class ReplicaView:
     # after one of an attempt that took part in a commit.
     fault: str = ""
     faults: int = 0
+    took_part: bool = False  # whether a commit of this leg averaged one of its attempts that have ended
     place: str = ""  # of the newest attempt, as its intent names it: of `Places`, or an executor's name
 
     @property
@@ -569,7 +570,8 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
     elif not isinstance(step.state, GivenUp):
         endings = _counted(_counted(endings, view.state, -1), step.state, +1)
     fault, faults = _faults(view, step.state)
-    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults), step
+    took_part = view.took_part or (isinstance(step.state, Ended) and step.state.took_part)
+    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults, took_part=took_part), step
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:

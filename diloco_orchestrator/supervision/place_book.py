@@ -7,7 +7,7 @@ remembered by this object alone: a new coordinator tries every place again, and 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.executors.places import Places
@@ -27,7 +27,14 @@ from diloco_orchestrator.supervision.attempt_types import (
     Reserved,
     Running,
 )
-from diloco_orchestrator.supervision.fleet_policy import Action, Cancel, Launch, Stop
+from diloco_orchestrator.supervision.fleet_policy import (
+    Action,
+    Cancel,
+    Launch,
+    Stop,
+    given_up_by,
+    places_of_common_causes,
+)
 from diloco_orchestrator.supervision.launch_request import prices_of
 from diloco_orchestrator.supervision.record_events import Who
 
@@ -142,7 +149,8 @@ class PlaceBook:
         for each in hung:
             self._refused((each.replica_id, each.attempt), each.why, now)
         cancelled = {each.replica_id for each in hung}
-        places = self._place_views(now)
+        shut = self._shut(given_up_by(actions, views))
+        places = [_refusing(each) if each.name in shut else each for each in self._place_views(now)]
         self._overpay(places, views, now)
         view = placing.PlacesView(
             places,
@@ -204,6 +212,14 @@ class PlaceBook:
         self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
         others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
+
+    def opens(self, views: Sequence[ReplicaView]) -> bool:
+        """Whether a place is left at which a vacant id may be opened."""
+        return bool(self._places.places.keys() - self._shut(views))
+
+    def _shut(self, views: Sequence[ReplicaView]) -> set[str]:
+        """Places where two replicas were given up for one cause and nobody has trained: others would end alike."""
+        return places_of_common_causes(views) - self._speeds.measured().keys()
 
     def _refused(self, who: Who, why: str, now: float) -> None:
         """Record that an attempt ends without having trained, if this object launched it."""
@@ -279,6 +295,11 @@ def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
         found.append(decision)
         view = view.after(decision)
     return found
+
+
+def _refusing(place: placing.PlaceView) -> placing.PlaceView:
+    why = "two replicas were given up there for the same cause"
+    return replace(place, rests_until=math.inf, refused_since=-math.inf, refusal=why)
 
 
 def _seat_of(

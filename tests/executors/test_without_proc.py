@@ -36,7 +36,7 @@ def test_a_process_is_known_by_its_start_and_found_by_its_environment_without_pr
     code = """
 import os, subprocess, sys
 from pathlib import Path
-from executors.processes import ProcessId, find_by_environment
+from executors.processes import ProcessId, commands_by_environment, find_by_environment, launcher_of
 
 assert not Path("/proc/self/stat").exists()
 waits, marked = [sys.executable, "-c", "input()"], {**os.environ, "MARK": "=x y"}
@@ -44,6 +44,9 @@ child = subprocess.Popen(waits, stdin=subprocess.PIPE, env=marked, start_new_ses
 found = ProcessId.of(child.pid)
 assert found == ProcessId.of(child.pid) and found.is_alive() and found.boot_id == ""
 assert find_by_environment("MARK", "=x y") == child.pid and find_by_environment("MARK", "=x") is None
+assert list(commands_by_environment("MARK")) == [(child.pid, waits)] and launcher_of(child.pid) is None
+grandchild = [sys.executable, "-c", "from executors.processes import *; print(launcher_of(int(input())))"]
+assert int(subprocess.run(grandchild, input=str(child.pid), capture_output=True, text=True).stdout) == os.getpid()
 assert not ProcessId(found.host, "", child.pid, found.start_ticks - 1).is_alive()
 child.kill(), os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 assert ProcessId.of(child.pid) == found and not found.is_alive() and find_by_environment("MARK", "=x y") is None

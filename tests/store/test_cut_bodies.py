@@ -1,15 +1,19 @@
 """A body that arrives cut in half, with a Content-Length that agrees: no HTTP client can tell, and digests stop it."""
 
 import re
+import socket
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
+from fast_s3 import running_fast_s3
 from protocol_fleet import Fleet, play
 from signed_s3 import SignedS3, _Guarded, running_signed_s3
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.s3 import Signer
 
 # Of what replicas began with nothing follows, and no digest names it: `verify` lists it as not pinned.
 UNPINNED = re.compile(r"start/\d+/")
@@ -49,6 +53,21 @@ def test_half_of_any_object_that_the_log_pins_is_told_by_verify(server: SignedS3
         assert not verify_run(store).agrees, key
         server.server.objects.put(f"bucket/run/{key}", whole, False)
     assert verify_run(store).agrees
+
+
+def test_servers_of_tests_keep_nothing_of_a_body_that_ends_early_as_s3_does(server: SignedS3):
+    with running_fast_s3() as fast:
+        for url, options in (
+            (server.url, server.options()),
+            (fast.url, {**server.options(), "endpoint_url": fast.url}),
+        ):
+            address = urlsplit(Signer("s3://bucket/run", options).url_of("put", "cut", 60.0))
+            with socket.create_connection((str(address.hostname), int(address.port or 0))) as connection:
+                lines = f"PUT {address.path}?{address.query} HTTP/1.1", f"Host: {address.netloc}", "Content-Length: 9"
+                connection.sendall("\r\n".join((*lines, "", "half")).encode())
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(100) == b"", url
+            assert not list(open_store("s3://bucket/run", options).list("")), url
 
 
 class CutsOnce(_Guarded):

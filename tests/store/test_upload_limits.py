@@ -9,7 +9,9 @@ import pytest
 from fast_s3 import running_fast_s3
 from shaped_proxy import links_before
 
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import StoreUnavailable
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.presigned import PresignedStore, Requests
 from diloco_orchestrator.store.s3 import open_s3
 from diloco_orchestrator.store.upload_limits import LEAST_S, SLOWEST, UploadLimits
@@ -38,6 +40,38 @@ def test_an_upload_that_fails_early_says_nothing_about_the_line():
     with suppress(StoreUnavailable), limits.timed(SHARD):
         raise StoreUnavailable("the server is busy")
     assert limits.limit_s(SHARD) == UploadLimits().limit_s(SHARD)
+
+
+def test_after_an_upload_that_was_lost_the_next_one_has_the_time_of_the_slowest_line():
+    clock = ManualClock()
+    limits = UploadLimits(clock)
+    for _ in range(4):
+        with limits.timed(SHARD):
+            clock.advance(1.0)
+    assert limits.limit_s(SHARD) == LEAST_S
+    with suppress(StoreUnavailable), limits.timed(SHARD) as limit_s:
+        clock.advance(limit_s)
+        raise StoreUnavailable("timed out")
+    assert limits.limit_s(SHARD) == UploadLimits().limit_s(SHARD)
+
+
+@pytest.mark.slow
+def test_a_line_that_turns_slow_costs_one_lost_upload():
+    with running_fast_s3() as server, links_before(server.url, 1) as [link]:
+        options = {"endpoint_url": link.url, "key": "any", "secret": "any", "region_name": "us-east-1"}
+        store, data = open_s3("s3://bench/run", options), bytes(9_000_000)
+        fast = [is_written(store, key, data) for key in "abc"]
+        link.up.bytes_per_s = 225_000.0  # 40 s an upload
+        slow = [is_written(store, key, data) for key in "ddef"]
+        assert (fast, slow) == ([True, True, True], [False, True, True, True])
+
+
+def is_written(store: Store, key: str, data: bytes) -> bool:
+    try:
+        store.put(key, data)
+    except StoreUnavailable:
+        return False
+    return True
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ ROWS = [
     (SUPERSEDED, Replaced(Outcome.ERROR, "hung"), replace(HUNG, at=990.0)),
     (SUPERSEDED, Replaced(Outcome.ERROR, "hung", took_part=True), replace(HUNG, at=990.0, took_part=True)),
     (HUNG, TookPart(), replace(HUNG, took_part=True)),
-    (HUNG, GaveUp("too often"), GivenUp("too often"), WriteOut("too often")),
+    (HUNG, GaveUp("too often"), GivenUp("too often", "error"), WriteOut("too often")),
     (GivenUp("too often"), LegStopped(), GivenUp("too often")),
     (GivenUp("too often"), Tick(), GivenUp("too often")),
 ]

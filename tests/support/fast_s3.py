@@ -170,7 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         split = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(split.query, keep_blank_values=True).items()}
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if (body := self._whole_body()) is None:
+            return None
         if split.path.startswith(CONTROL):
             return self._control(split.path.removeprefix(CONTROL), query)
         key = unquote(split.path).lstrip("/")
@@ -202,6 +203,16 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815
+
+    def _whole_body(self) -> bytes | None:
+        """The request's body; None if the client left before its end. S3 keeps nothing of such a request."""
+        size = int(self.headers.get("Content-Length", 0))
+        try:
+            body = self.rfile.read(size)
+        except OSError:  # the client reset the connection
+            body = b""
+        self.close_connection = self.close_connection or len(body) < size
+        return body if len(body) == size else None
 
     def _control(self, path: str, query: dict[str, str]) -> None:
         if path == "requests":

@@ -80,10 +80,11 @@ class _Guarded(_Handler):
     server: GuardedServer
 
     def _serve(self) -> None:
-        connection, body = self.rfile, self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if (body := self._whole_body()) is None:
+            return None
         if refusal := self._refusal(body):
             return self._error(401 if refusal == "Unauthorized" else 403, refusal, self.path)
-        self.rfile = io.BytesIO(body)
+        connection, self.rfile = self.rfile, io.BytesIO(body)
         try:
             return super()._serve()
         finally:
