@@ -139,7 +139,7 @@ class StateFile:
     def _assembled(self, start: int, stop: int, writer: int) -> bytes | None:
         """Bytes [start, stop) of the file in the rank `writer`; elsewhere None. Every rank calls it at the same time.
 
-        Of a frozen file the bytes of one piece, which is given away.
+        A frozen file gives the bytes of one piece, and keeps no copy of them.
         """
         if self._frozen is not None:
             frozen = self._frozen.pop(self._ranges.index((start, stop)), None)

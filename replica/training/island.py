@@ -498,7 +498,7 @@ def _replaced(state: Any, values: Mapping[_Key, Any]) -> Any:
 
 
 def _in_ranks(tensor: torch.Tensor, pieces: PiecesOfRanks, name: str) -> torch.Tensor | TensorInRanks:
-    """What is saved of a tensor: itself if this rank has it whole, else what the ranks have of it, by name."""
+    """A tensor as it is saved: itself if this rank has it whole, else a reference to its pieces in the ranks."""
     return TensorInRanks(pieces, name, TensorSpec.of(tensor)) if is_sharded(tensor) else tensor.detach()
 
 
