@@ -58,7 +58,6 @@ class Watch:
 class Notes:
     """Observations of one process about a training function."""
 
-    attached: bool = False
     scores: bool = False  # it has a held-out set
     compares: bool = False  # it has training items compared with the held-out set
     metric: str = "loss"
@@ -118,7 +117,6 @@ class Watcher:
     def attach(self, model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
         """Begin to watch a model that has the base's parameters. An inner step is one step of every optimizer."""
         self._attached = AttachedModel(model)
-        self.notes.attached = True
         self.notes.scores = options.get("heldout") is not None
         self.notes.metric = options.get("in_loop", "loss")
         self._first = self.parameters()

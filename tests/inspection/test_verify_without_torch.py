@@ -79,7 +79,7 @@ def test_a_verdict_that_does_not_follow_is_found(finished, no_torch):
     commit = finished[keys.commit(2)].replace(b'"outer_step":2', b'"outer_step":3')
     assert commit != finished[keys.commit(2)]
     found = verified({**finished, keys.commit(2): commit}).disagreement
-    assert found is not None and found.key == keys.commit(2) and "the rules of a round says" in found.words, found
+    assert found is not None and found.key == keys.commit(2) and "its outer_step is 3; 2 follows" in found.words, found
 
 
 def test_a_snapshot_that_the_log_does_not_confirm_is_noted_if_its_files_differ(finished, no_torch):
