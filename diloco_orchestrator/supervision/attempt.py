@@ -2,8 +2,7 @@
 
 `ReplicaView` tracks one replica through its attempts of a leg (start or resume to stop). Pure: the time is an argument,
 nothing is read or written. `attempt_types` defines states, events and effects, `fleet` performs effects, and
-`fleet_policy` decides which attempt to launch, cancel or give up. `python -m diloco_orchestrator.supervision.attempt`
-prints the diagram in docs/reference/protocol.md.
+`fleet_policy` decides which attempt to launch, cancel or give up. docs/reference/protocol.md has the diagram.
 """
 
 import math
@@ -138,19 +137,6 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
             "again to supervise it."
         )
     return move.rule(state, event, now, policy)
-
-
-def diagram() -> str:
-    """The transitions between state classes as a Mermaid diagram, for docs/reference/protocol.md."""
-    edges: dict[tuple[str, str], list[str]] = {}
-    for state in STATES:
-        for event in EVENTS:
-            move = MOVES.get((state, event))
-            for to in move.to if move else ():
-                if to is not state:
-                    edges.setdefault((state.__name__, to.__name__), []).append(event.__name__)
-    lines = [f"    {begin} --> {end}: {', '.join(events)}" for (begin, end), events in edges.items()]
-    return "\n".join(["stateDiagram-v2", "    [*] --> Unlaunched", *lines, "    Ended --> [*]", "    GivenUp --> [*]"])
 
 
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
@@ -497,7 +483,7 @@ def _took_part(state: Ended, event: TookPart, now: float, policy: AttemptPolicy)
 @on(Ended, GaveUp, to=GivenUp)
 def _give_up(state: Ended, event: GaveUp, now: float, policy: AttemptPolicy) -> Step:
     words = f"the run goes on without its replica, which {event.reason}"
-    return Step(GivenUp(event.reason), (WriteOut(event.reason),), words)
+    return Step(GivenUp(event.reason, state.cause), (WriteOut(event.reason),), words)
 
 
 @on((Unlaunched, Launching, Running, Unreachable, GivenUp), (LegStopped, Tick))
@@ -548,6 +534,7 @@ class ReplicaView:
     # after one of an attempt that took part in a commit.
     fault: str = ""
     faults: int = 0
+    took_part: bool = False  # whether a commit of this leg averaged one of its attempts that have ended
     place: str = ""  # of the newest attempt, as its intent names it: of `Places`, or an executor's name
 
     @property
@@ -569,7 +556,8 @@ def follow(view: ReplicaView, event: Event, now: float, policy: AttemptPolicy) -
     elif not isinstance(step.state, GivenUp):
         endings = _counted(_counted(endings, view.state, -1), step.state, +1)
     fault, faults = _faults(view, step.state)
-    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults), step
+    took_part = view.took_part or (isinstance(step.state, Ended) and step.state.took_part)
+    return replace(view, state=step.state, endings=endings, fault=fault, faults=faults, took_part=took_part), step
 
 
 def _faults(view: ReplicaView, state: State) -> tuple[str, int]:
@@ -591,7 +579,3 @@ def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mappi
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}
-
-
-if __name__ == "__main__":
-    print(diagram())

@@ -26,8 +26,8 @@ class Outcome(StrEnum):
     VACATED = "vacated"  # the run was scaled down: its replica is launched again when the run is scaled up
 
 
-# The outcomes after which an attempt is followed by another one while its replica's budget lasts.
-BUDGETED = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY, Outcome.ERROR})
+# The outcomes that cost a replica its budget, or its place in the run at once.
+COSTLY = frozenset({Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PERMANENT})
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -131,12 +131,18 @@ class Ended:
     took_part: bool = False  # a commit averaged its contribution, so that its replica's budgets are full again
     fault: str = ""  # type and line of the error in its exit record, by `fault_in`; empty where there is none
 
+    @property
+    def cause(self) -> str:
+        """The fault; without one the outcome. Equal for two attempts that ended alike, whatever their reasons say."""
+        return self.fault or str(self.outcome)
+
 
 @dataclass(frozen=True)
 class GivenUp:
     """State: no further attempt of this replica is launched until the run is resumed."""
 
     reason: str
+    cause: str = ""  # `Ended.cause` of its last attempt
 
 
 State = Unlaunched | Reserved | Launching | Postponed | Running | Unreachable | Cancelling | Ended | GivenUp

@@ -164,6 +164,7 @@ class Coordinator:
             self._watched_since,
             wanted=None if self._book else asked or self._config.replicas,
             elsewhere=elsewhere,
+            opens=self._book is None or self._book.opens(self._fleet.views),
             offered=self._offered if asked is None else (),
         )
         needed = self._config.contributions_needed

@@ -20,7 +20,7 @@ from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.supervision.attempt import ReplicaView, follow
 from diloco_orchestrator.supervision.attempt_types import (
-    BUDGETED,
+    COSTLY,
     AbandonLaunch,
     Alive,
     AttemptPolicy,
@@ -255,9 +255,9 @@ class Fleet:
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.
 
-        False without reading commits for an attempt that has not ended, or whose outcome has no budget.
+        False without reading commits for an attempt that has not ended, or whose outcome costs its replica nothing.
         """
-        ended = isinstance(view.state, Ended) and not view.state.took_part and view.state.outcome in BUDGETED
+        ended = isinstance(view.state, Ended) and not view.state.took_part and view.state.outcome in COSTLY
         return ended and took_part(self._log, self._leg, *view.who)
 
     # -- effects -------------------------------------------------------------------------------------------------
@@ -321,6 +321,8 @@ class Fleet:
         for replica_id, attempts in found.items():
             view = recovered(replica_id, numbers[replica_id], attempts, statuses, now, self._policy)
             if isinstance(view.state, Ended) and (gone := out.get(replica_id)) and gone.attempt == view.attempt:
+                if took_part(self._log, self._leg, *view.who):
+                    view, _ = follow(view, TookPart(), now, self._policy)
                 view, _ = follow(view, GaveUp(gone.reason), now, self._policy)  # no coordinator launches it again
             self._views[replica_id] = view
             if view.attempt:

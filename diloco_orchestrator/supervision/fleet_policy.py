@@ -5,8 +5,9 @@ coordinator's own clock.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco_orchestrator.config import RetryConfig
 from diloco_orchestrator.protocol import rounds
@@ -44,6 +45,7 @@ class FleetView:
     watched_since: float = -math.inf  # since when the coordinator has read records without a long break
     wanted: int | None = None  # replicas to train with; None: all
     elsewhere: Collection[int] = ()  # whose place failed them, and whom another one may give a machine
+    opens: bool = True  # whether there is a place at which a vacant id may be opened
     offered: Collection[int] = ()  # ids opened beyond these: their launch is an offer that costs nothing until taken
 
 
@@ -110,9 +112,26 @@ def decide(view: FleetView, now: float, policy: AttemptPolicy, retry: RetryConfi
             action = _asked_seldom(replica, action, now)
         if action is not None and not (view.halt and isinstance(action, Launch)):  # no launch only to be halted
             actions.append(action)
-    if lost and len(view.replicas) - len(lost) < quorum:
+    if lost and len(_left(view, actions) - lost.keys()) < quorum:
         return [Stop("failed", _lost_words(lost))]
     return actions
+
+
+def _left(view: FleetView, actions: Sequence[Action]) -> set[int]:
+    """The replica ids that train, leave, or may get an attempt once `actions` have been taken."""
+    leaving = {each.replica_id for each in view.replicas if is_leaving(each.state)}
+    return held_open(replace(view, replicas=given_up_by(actions, view.replicas))) | leaving
+
+
+def given_up_by(actions: Sequence[Action], fleet: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """The replicas, with those given up that `actions` give up."""
+    out = {each.replica_id: each.why for each in actions if isinstance(each, GiveUp)}
+    return [
+        replace(each, state=GivenUp(out[each.replica_id], each.state.cause))
+        if each.replica_id in out and isinstance(each.state, Ended)
+        else each
+        for each in fleet
+    ]
 
 
 def is_vacant(state: State) -> bool:
@@ -129,12 +148,34 @@ def held_open(view: FleetView) -> set[int]:
     """The replica ids that keep or may get an attempt: `wanted` of them, and those of `offered`. Others are vacated.
 
     Attempts that send heartbeats come first, then those that start, then those that have ended and may be relaunched,
-    then vacant ids, each by id. A replica that was given up, or is leaving, is not held: a vacant id takes its place.
+    then vacant ids, each by id. A replica that was given up, or is leaving, is not held: a vacant id takes its place,
+    unless it would end alike (see `_of_common_causes`) or no place is left to open it at.
     """
     able = [each for each in view.replicas if not isinstance(each.state, GivenUp) and not is_leaving(each.state)]
     ranked = sorted(able, key=lambda each: (_rank(each.state), each.replica_id))
     chosen = ranked if view.wanted is None else ranked[: view.wanted]
+    alike = _of_common_causes(view.replicas) if view.wanted is not None else 0
+    to_open = len(chosen) if view.opens else 0
+    if alike:
+        to_open = max(0, (view.wanted or 0) - alike)
+    chosen = [each for number, each in enumerate(chosen) if number < to_open or not is_vacant(each.state)]
     return {each.replica_id for each in chosen} | {i.replica_id for i in able if i.replica_id in view.offered}
+
+
+def _of_common_causes(fleet: Sequence[ReplicaView]) -> int:
+    """The number of replicas that were given up for a cause that any other is taken to meet.
+
+    They are those that a commit never averaged, all but one of each cause: where a second replica ends for the cause of
+    the first one, it is neither in that one's data nor in its machine, and a third would only cost its start.
+    """
+    causes = Counter(each.state.cause for each in fleet if isinstance(each.state, GivenUp) and not each.took_part)
+    return causes.total() - len(causes)
+
+
+def places_of_common_causes(fleet: Sequence[ReplicaView]) -> set[str]:
+    """The places at which two replicas were given up for one cause, of which a commit averaged neither."""
+    lost = [(each.place, each.state.cause) for each in fleet if isinstance(each.state, GivenUp) and not each.took_part]
+    return {place for (place, _), count in Counter(lost).items() if count > 1}
 
 
 def _rank(state: State) -> int:

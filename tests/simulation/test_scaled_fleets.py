@@ -110,6 +110,32 @@ def test_the_quorum_follows_the_replicas_that_a_run_has_at_the_least():
     assert max(len(averaged(commit)) for commit in commits) == 8
 
 
+@pytest.mark.parametrize(
+    ("refused", "launched", "last"),
+    [
+        ((1,), {0, 1, 2, 3}, [0, 2, 3]),  # three are wanted, and three train
+        ((1, 2), {0, 1, 2, 3}, [0, 3]),  # two for one cause: one vacant id is opened to try it, and no other
+        ((1, 2, 3, 4, 5), {0, 1, 2, 3}, [0]),
+    ],
+)
+def test_a_vacant_id_replaces_a_replica_that_is_refused_until_another_is_for_the_same_cause(refused, launched, last):
+    settings = {"max_replicas": 6, "quorum": 1}
+    plan = calm(replicas=2, rounds=12, paces=(1.0,) * 6, scales=((1.0, 3),), refused=refused, settings=settings)
+    simulation = Simulation(plan)
+    commits = simulation.run()
+    assert commits[-1].stop == "completed" and averaged(commits[-2]) == last
+    assert {i for i in range(6) if AttemptRecords(simulation.bucket).numbers(i)} == launched
+
+
+def test_a_vacant_id_replaces_a_replica_whose_relaunches_are_used_up():
+    """It has trained before, so that nothing of what ends it lies in the run."""
+    settings = {"max_replicas": 4, "quorum": 1, "retry": {"max_errors": 0, "hung_after_s": 60.0}}
+    kills = ((25.0, 1), (40.0, -1), (60.0, 2), (80.0, -1))
+    plan = calm(replicas=2, rounds=20, paces=(1.0,) * 4, kills=kills, settings=settings)
+    commits = Simulation(plan).run()
+    assert commits[-1].stop == "completed" and averaged(commits[-2]) == [0, 3]
+
+
 def test_a_resumed_run_begins_with_another_number_of_replicas():
     simulation = Simulation(dataclasses.replace(GROWN, rounds=3, scales=(), next_leg=NextLeg(rounds=3, replicas=4)))
     simulation.run()

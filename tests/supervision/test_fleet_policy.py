@@ -100,6 +100,42 @@ def test_as_many_replicas_are_kept_as_are_wanted(states, wanted, launched, cance
     assert all(each.why.startswith("vacated: ") for each in found if isinstance(each, Cancel))
 
 
+def given_up(cause: str, took_part: bool = False) -> ReplicaView:
+    return replace(replica(GivenUp("because", cause)), took_part=took_part)
+
+
+@pytest.mark.parametrize(
+    ("lost", "launched"),
+    [
+        ([given_up("error")], [4]),
+        ([given_up("OSError at data.py:3"), given_up("preempted")], [4, 5]),  # each for a cause of its own
+        ([given_up("error"), given_up("error")], [4]),  # the second one has shown that it is nobody's own cause
+        ([given_up("error"), given_up("error"), given_up("permanent")], [4, 5]),
+        ([given_up("error", took_part=True), given_up("error", took_part=True)], [4, 5]),  # so any id can train
+    ],
+)
+def test_a_vacant_id_replaces_a_replica_that_was_given_up_unless_it_would_end_alike(lost, launched):
+    fleet = [*lost, *(replica(RUNNING) for _ in range(4 - len(lost))), *(replica(VACANT) for _ in range(3))]
+    fleet = [replace(each, replica_id=number) for number, each in enumerate(fleet)]
+    found = actions(*fleet, quorum=1, wanted=4)
+    assert [each.replica_id for each in found if isinstance(each, Launch)] == launched and len(found) == len(launched)
+
+
+def test_replicas_that_train_stay_whatever_has_become_of_others():
+    fleet = [given_up("error"), *(replica(RUNNING, i) for i in range(3, 7))]
+    fleet = [fleet[0], *(replace(fleet[0], replica_id=i) for i in (1, 2)), *fleet[1:]]
+    assert actions(*fleet, quorum=1, wanted=4) == []
+
+
+def test_a_run_ends_once_fewer_than_a_quorum_are_left_and_no_vacant_id_replaces_one():
+    second = replace(replica(ended(Outcome.PERMANENT), 1), attempt=2)
+    vacant = [replica(VACANT, i) for i in range(2, 8)]
+    assert [each.replica_id for each in actions(given_up("error"), second, *vacant, quorum=1, wanted=2)] == [1, 2]
+    third = replace(given_up("permanent"), replica_id=2)
+    (stop,) = actions(given_up("permanent"), second, third, *vacant[1:], quorum=1, wanted=2)
+    assert isinstance(stop, Stop) and stop.status == "failed" and "replica 1 cannot take part" in stop.why
+
+
 def test_ids_that_are_offered_to_machines_that_join_are_all_open_until_somebody_scales():
     fleet = [replica(each, i) for i, each in enumerate((RUNNING, RUNNING, VACANT, VACATED))]
     assert [each.replica_id for each in actions(*fleet, quorum=1, wanted=2, offered=(0, 1, 2, 3))] == [2, 3]

@@ -159,6 +159,24 @@ def test_replicas_are_given_up_where_no_place_can_launch_any():
     assert result is not None and result.status == "failed" and "no such region" in result.reason
 
 
+@pytest.mark.parametrize(("both", "ends"), [(False, False), (True, True)])
+def test_a_place_where_two_replicas_were_given_up_alike_gets_no_third_one(both, ends):
+    """Its machines run, and refuse the run: an old version, or a GPU that is too small."""
+    town = Town(max_replicas=6)
+    coordinator = town.coordinator()
+    for _ in range(10):
+        town.run(coordinator, 60)  # long enough that each attempt's heartbeat is read
+        for executor in (town.cheap, town.dear) if both else (town.cheap,):
+            executor.states |= {who: ReplicaStatus(ReplicaState.FAILED, exit_code=78) for who in executor.launched}
+    places = [intent.executor for intent in town.intents()]
+    if ends:
+        result = coordinator.reader.log.recorded_result(1)
+        assert places == ["cheap", "cheap", "dear", "dear"] and result is not None and result.status == "failed"
+    else:
+        assert places == ["cheap", "cheap", "dear", "dear"] and coordinator.alive() == [2, 3]
+        assert "two replicas were given up there for the same cause" in town.intents()[-1].placed
+
+
 def test_a_vendor_that_says_running_and_never_claims_costs_each_replica_one_attempt_and_no_more():
     town = Town()
     town.cheap.dead = True
