@@ -12,7 +12,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snapshot
-from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -24,7 +24,7 @@ STAMP = Stamp("test", lambda: 0.0)
 def reports(round_: int, scored: bool = True) -> list[ContributionFields]:
     """Two replicas that score and save a state."""
     made = [report(share=i, score=0.5 + 0.01 * round_ if scored else None, in_loop=0.5) for i in (0, 1)]
-    return [ContributionFields(**{**vars(each), "state": pack({"of": i})}) for i, each in enumerate(made)]
+    return [ContributionFields(**{**vars(each), "state": state_file({"of": i})}) for i, each in enumerate(made)]
 
 
 @pytest.fixture(scope="module")
