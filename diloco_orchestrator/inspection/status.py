@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
 from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run, Start
-from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
+from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words, sign_of
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -341,7 +341,7 @@ class RunReader:
         """A held-out score of the log with the metric's own sign; None for None."""
         start = self.log.start()
         heldout = start.record.heldout if start else None
-        return None if score is None or heldout is None else heldout.sign * score
+        return None if score is None or heldout is None else sign_of(heldout) * score
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -452,7 +452,7 @@ def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> Round
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
         reward=figures.reward,
-        heldout=None if value is None or scored is None else scored.sign * value,
+        heldout=None if value is None or scored is None else sign_of(scored) * value,
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,

@@ -119,11 +119,6 @@ class HeldoutSet(Part):
         """Number of held-out items in all shares together."""
         return sum(self.shares)
 
-    @property
-    def sign(self) -> float:
-        """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
-        return -1.0 if self.metric == "loss" else 1.0
-
 
 class Start(Record):
     """start.json, the start record: trained parameters, shards and digest of the first base, and the held-out set."""

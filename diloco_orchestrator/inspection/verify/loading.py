@@ -20,6 +20,7 @@ from diloco_orchestrator.inspection.pull import write_files
 from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Score, Start
+from diloco_orchestrator.protocol.round_metrics import sign_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -95,7 +96,7 @@ class ModelScorer:
                 f"({start.heldout.items} items): pass the list "
                 "that the training function passes to attach (`items`, `--items pkg.mod:LIST`)."
             )
-        self.sign = start.heldout.sign
+        self.sign = sign_of(start.heldout)
         self.items = len(items)
         self._shares = shares_of(items, len(start.heldout.shares))
 

@@ -12,6 +12,7 @@ from diloco_orchestrator.inspection.pull import write_folder
 from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Answer
+from diloco_orchestrator.protocol.round_metrics import sign_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -53,7 +54,7 @@ def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
     sums = [score.sum for score in logged if score.sum is not None]  # None: not a finite number
     if len(sums) < len(logged) or sum(score.count for score in logged) != start.record.heldout.items:
         return None
-    return start.record.heldout.sign * sum(sums) / start.record.heldout.items
+    return sign_of(start.record.heldout) * sum(sums) / start.record.heldout.items
 
 
 class BaseScorer:
