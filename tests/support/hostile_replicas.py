@@ -112,6 +112,10 @@ class Task:
         items, labels = self.heldout
         return torch.nn.functional.cross_entropy(logits(model, items), labels, reduction="none")
 
+    def losses_at(self, model: Mapping[str, torch.Tensor], begin: int, count: int) -> list[float]:
+        """The losses of some held-out items."""
+        return [float(loss) for loss in self.losses(model)[begin:][:count]]
+
     def fresh_loss(self, model: Mapping[str, torch.Tensor], seed: int) -> float:
         """The mean loss on items that are neither held out nor trained on."""
         self._draw = torch.Generator().manual_seed(100_000 + seed)
@@ -286,8 +290,8 @@ class HostileFleet(Fleet):
     def _scores_of(self, participant: Participant, base: Base) -> list[float]:
         """A base's score on each item that the open round deals to a participant; higher is better."""
         dealt = deal(self.replicas, participant.open.roster)[participant._attempt.replica_id]
-        losses = self.task.losses(base.parameters)
-        return [-loss for share in dealt for loss in losses[share * self._share % HELDOUT :][: self._share].tolist()]
+        begins = [share * self._share % HELDOUT for share in dealt]
+        return [-loss for at in begins for loss in self.task.losses_at(base.parameters, at, self._share)]
 
     def _dealt_scores_of(
         self, participant: Participant, base: Base, contribution: Contribution
