@@ -7,10 +7,9 @@ matter. `supervision` enforces cost limits.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from diloco_orchestrator.allreduce.dealing import (
     average_codec_of,
@@ -234,9 +233,6 @@ class RoundForecast:
     requests_usd: float
     traffic_usd: float | None  # if every byte leaves the cloud of the bucket
     at_least: bool = False  # whether embeddings, norms and heads add bytes, because they travel in more bits
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:

@@ -29,7 +29,7 @@ from diloco_orchestrator.errors import (
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
-from diloco_orchestrator.store.upload_limits import LEAST_S, UploadLimits
+from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -76,6 +76,9 @@ _BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"InvalidMessage|InvalidContentType", StoreDenied, "The server speaks no TLS there: is its address http://?"),
     (r'"dns error"', StoreUnavailable, "The server's name is not known: check the endpoint, and this machine's DNS."),
     (r"kind: ConnectionRefused", StoreUnavailable, "Nobody listens there: see endpoint, port, server and HTTPS_PROXY."),
+    (r"Connect,.*TimedOut", StoreUnavailable, "Nothing answers there: see network, endpoint and HTTPS_PROXY."),
+    (r"source: TimedOut", StoreUnavailable, OVER),
+    (r"kind: TimedOut", StoreUnavailable, "The other side took no more bytes."),
     (r"kind: ConnectionReset|IncompleteMessage", StoreUnavailable, "The server ended the connection."),
 )
 # For errors without a code; the first match decides. obstore's operating-system errors differ only in their text.
@@ -284,7 +287,7 @@ class ObstoreEngine:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreDenied(f"{what} Check the credentials and what they allow.")
         for pattern, kind, remedy in _BY_SOURCE:
-            if "token request" not in text and re.search(pattern, source):
+            if "token request" not in text and re.search(pattern, source, re.DOTALL):
                 return kind(f"{what} {remedy}")
         for pattern, kind, remedy in _BY_TEXT:
             if re.search(pattern, text, re.IGNORECASE):

@@ -6,6 +6,7 @@ replaces by newer ones (`join.windows`).
 
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -15,17 +16,18 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.s3_errors import BY_CODE
-from diloco_orchestrator.store.upload_limits import UploadLimits
+from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
 ENV_REQUESTS = "DILOCO_SIGNED_REQUESTS"  # the path of the file, of a machine with such a link
 _TIMEOUT_S = 30.0  # without a byte from the server, of an answer
+_CONNECT_S = 10.0
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
 _MOST_BYTES = 64 * 2**20  # of requests, uncompressed
 
@@ -75,6 +77,7 @@ class PresignedStore:
         self.endpoint = ""  # each request has its own
         self._file = file
         self._limits = UploadLimits()
+        self._opener = urllib.request.build_opener(_Http, _Https)
         self._read_at = 0
         self._requests = self._newest()
 
@@ -148,7 +151,7 @@ class PresignedStore:
         try:
             with (
                 nullcontext(_TIMEOUT_S) if data is None else self._limits.timed(len(data)) as limit_s,
-                urllib.request.urlopen(request, timeout=limit_s) as answer,
+                self._opener.open(request, timeout=limit_s) as answer,
             ):
                 return int(answer.status), answer.read()
         except urllib.error.HTTPError as error:
@@ -164,7 +167,36 @@ class PresignedStore:
                 kind = StoreUnavailable
             raise kind(f"{what}: {code or error.code}. {remedy}".rstrip()) from None
         except (OSError, HTTPException) as error:  # an OSError of urllib's names no URL
-            raise StoreUnavailable(f"{what}: {error}") from error
+            remedy = f". {OVER}" if data and "timed out" in str(error) else ""
+            raise StoreUnavailable(f"{what}: {error}{remedy}") from error
+
+
+class _Watched(HTTPConnection):
+    """A connection that ends once the other side takes no bytes for `LEAST_S`, where the system can watch that.
+
+    The time limit of a request is no limit for connecting.
+    """
+
+    def connect(self) -> None:
+        limit_s, self.timeout = self.timeout, _CONNECT_S
+        super().connect()
+        self.sock.settimeout(limit_s)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LEAST_S))
+
+
+class _WatchedTls(_Watched, HTTPSConnection):
+    """The same over TLS."""
+
+
+class _Http(urllib.request.HTTPHandler):
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> HTTPResponse:
+        return super().do_open(_Watched, req, **options)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> HTTPResponse:
+        return super().do_open(_WatchedTls, req, **options)
 
 
 _WHO = "Whoever supervises the run (launch, attach) signs them."

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TOLD_AFTER_S = 90.0  # an outage that lasts for so long is logged; what a person must correct, at once
+_LONG_S = 20.0  # so is a failed call that took so long: few such fit into the time after which an outage is logged
 _TOLD_EVERY_S = 600.0
 _RENEW = " Every try reads the credentials again: renew them where they come from, or give them their rights back."
 
@@ -162,7 +163,7 @@ class RetryingStore:
         tries = 0
         while True:
             tries += 1
-            store = self._opened.store
+            store, began = self._opened.store, self._clock.now()
             try:
                 found = call(store)
                 self._opened.succeeded(kind)
@@ -186,7 +187,7 @@ class RetryingStore:
                 if left_s <= 0.0:
                     words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
                     raise type(error)(words) from error
-                self._tell(kind, error, why, now - failing_since, left_s)
+                self._tell(kind, error, why, now - failing_since, left_s, now - began)
             self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
 
     def _may_pass(self, error: StoreError, kind: str) -> bool:
@@ -198,9 +199,12 @@ class RetryingStore:
             return kind in self._opened.allowed
         return isinstance(error, StoreUnavailable) or (isinstance(error, StoreFull) and bool(self._opened.allowed))
 
-    def _tell(self, kind: str, error: StoreError, why: str, spent_s: float, left_s: float) -> None:
-        """Log the fault being retried, since when, how much longer, and what a person can do; not at every try."""
-        if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S:
+    def _tell(self, kind: str, error: StoreError, why: str, spent_s: float, left_s: float, took_s: float) -> None:
+        """Log the fault being retried, since when, how much longer, and what a person can do; not at every try.
+
+        `took_s`: of the last try.
+        """
+        if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S and took_s < _LONG_S:
             return
         if self._opened.may_tell(kind, self._clock.now()):
             since = datetime.fromtimestamp(self._clock.wall_time() - spent_s, UTC)

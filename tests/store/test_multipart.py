@@ -19,6 +19,7 @@ from s3_server import S3Server
 
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.presigned import PresignedStore, Requests
 from diloco_orchestrator.store.retrying import RetryPolicy
 from diloco_orchestrator.store.s3 import open_s3
 from diloco_orchestrator.store.s3_multipart import MultipartUploads
@@ -285,6 +286,17 @@ def test_bodies_are_signed_over_http_and_not_over_tls(scheme, certificate, monke
         assert set(seen) == {"UNSIGNED-PAYLOAD"}
     else:
         assert all(len(each) == 64 and int(each, 16) for each in seen)
+
+
+def test_requests_that_somebody_has_signed_go_over_tls(certificate, monkeypatch, tmp_path):
+    with remembering(certificate) as server:
+        url = f"https://127.0.0.1:{server.server_port}/bucket/x/key"
+        requests = Requests(ends=0.0, read={}, create={"key": url}, put={}).to_bytes()
+        (tmp_path / "requests").write_bytes(requests)
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            PresignedStore("s3://bucket/x", tmp_path / "requests").create("key", b"body")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert PresignedStore("s3://bucket/x", tmp_path / "requests").create("key", b"body") is True
 
 
 def test_who_cannot_reach_a_server_reads_why(certificate):

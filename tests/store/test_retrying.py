@@ -388,3 +388,15 @@ def test_an_outage_is_told_after_a_while_and_then_every_ten_minutes(caplog: pyte
         RetryingStore(store, clock, random.Random(1), LASTING).get("key")
     assert 30 <= len(caplog.messages) <= 36
     assert re.search(r"503 Slow Down\. Waiting since 00:00:00 UTC, for 21[45]\d\d s more\.$", caplog.messages[0])
+
+
+def test_one_try_that_took_half_a_minute_and_was_lost_is_told(caplog: pytest.LogCaptureFixture):
+    class Slow(FaultyStore):
+        def create(self, key: str, data: bytes) -> bool:
+            clock.advance(30.0)
+            return super().create(key, data)
+
+    store, clock = Slow(*hiccups(1)), ManualClock()
+    assert RetryingStore(store, clock, random.Random(1), LASTING).create("key", b"x")
+    told, over = caplog.messages
+    assert told.startswith("503 Slow Down. Waiting since 00:00:30 UTC") and over == "memory:// answers again."

@@ -1,7 +1,8 @@
 """Uploads over a slow line: a request may take as long as its bytes do, and on a fast line a lost one shows soon."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import boto3
@@ -9,7 +10,7 @@ import pytest
 from fast_s3 import running_fast_s3
 from shaped_proxy import links_before
 
-from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.presigned import PresignedStore, Requests
@@ -49,10 +50,77 @@ def test_after_an_upload_that_was_lost_the_next_one_has_the_time_of_the_slowest_
         with limits.timed(SHARD):
             clock.advance(1.0)
     assert limits.limit_s(SHARD) == LEAST_S
-    with suppress(StoreUnavailable), limits.timed(SHARD) as limit_s:
+    assert lose(limits, clock) == LEAST_S
+    assert limits.limit_s(SHARD) == UploadLimits().limit_s(SHARD)
+
+
+def lose(limits: UploadLimits, clock: ManualClock, size: int = SHARD) -> float:
+    with suppress(StoreUnavailable), limits.timed(size) as limit_s:
         clock.advance(limit_s)
         raise StoreUnavailable("timed out")
+    return limit_s
+
+
+def test_uploads_that_are_lost_over_a_line_thinner_than_any_get_more_time_until_they_are_done():
+    clock = ManualClock()
+    limits, needs_s = UploadLimits(clock), 5 * SHARD / SLOWEST
+    given = [lose(limits, clock) for _ in range(3)]
+    assert given == [given[0], 2 * given[0], 4 * given[0]] and given[2] < needs_s < limits.limit_s(SHARD)
+    with limits.timed(SHARD):
+        clock.advance(needs_s)
+    assert limits.limit_s(SHARD) > needs_s
+
+
+def test_four_uploads_that_are_lost_together_count_as_one():
+    clock = ManualClock()
+    limits = UploadLimits(clock)
+    with suppress(StoreUnavailable), ExitStack() as together:
+        limit_s = max(together.enter_context(limits.timed(SHARD)) for _ in range(4))
+        clock.advance(limit_s)
+        raise StoreUnavailable("timed out")
+    assert limits.limit_s(SHARD) == 2 * limit_s
+
+
+def test_a_small_write_that_is_lost_says_nothing_about_the_rate_of_the_line():
+    clock = ManualClock()
+    limits = UploadLimits(clock)
+    assert lose(limits, clock, size=1000) == LEAST_S
     assert limits.limit_s(SHARD) == UploadLimits().limit_s(SHARD)
+
+
+def signed_to(port: int, folder: Path) -> PresignedStore:
+    requests = Requests(ends=0.0, read={}, create={}, put={"signed": f"http://127.0.0.1:{port}/bench/run/signed"})
+    (folder / "requests").write_bytes(requests.to_bytes())
+    return PresignedStore("s3://bench/run", folder / "requests")
+
+
+@pytest.mark.slow
+def test_an_upload_of_which_nobody_takes_bytes_ends_after_half_a_minute_and_says_so(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts, and takes what its buffers hold
+        port, clock = listener.getsockname()[1], SystemClock()
+        own = open_s3("s3://bench/run", {"endpoint_url": f"http://127.0.0.1:{port}", "key": "any", "secret": "any"})
+
+        def took_s(store: Store, key: str) -> float:
+            began = clock.now()
+            with pytest.raises(StoreUnavailable, match=r"took no more bytes|timed out"):
+                store.put(key, bytes(SHARD))
+            return clock.now() - began
+
+        with ThreadPoolExecutor() as pool:
+            took = [pool.submit(took_s, own, "own"), pool.submit(took_s, signed_to(port, tmp_path), "signed")]
+            assert all(LEAST_S - 1 < each.result() < 3 * LEAST_S < UploadLimits().limit_s(SHARD) for each in took)
+
+
+def test_a_signed_upload_to_where_nobody_listens_has_ten_seconds_to_connect(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        for _ in range(4):  # more than the queue of those to be accepted
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        began = SystemClock().now()
+        with pytest.raises(StoreUnavailable, match="timed out"):
+            signed_to(full.getsockname()[1], tmp_path).put("signed", bytes(SHARD))
+        assert SystemClock().now() - began < LEAST_S
 
 
 @pytest.mark.slow

@@ -117,6 +117,9 @@ class _Front(BaseHTTPRequestHandler):
         line, kind = f"--{_BOUNDARY}\r\nContent-Type: ", "application/octet-stream"
         head = f"{line}application/json\r\n\r\n{json.dumps({'name': unquote(name)})}\r\n{line}{kind}\r\n\r\n"
         data = self.rfile.read(int(self.headers["Content-Length"]))
+        if len(data) < int(self.headers["Content-Length"]):  # the client left: GCS keeps nothing
+            self.close_connection = True
+            return
         body = b"".join((head.encode(), data, f"\r\n--{_BOUNDARY}--\r\n".encode()))
         self._pass_on("POST", path, {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}, body)
 
