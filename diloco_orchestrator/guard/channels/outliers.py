@@ -53,8 +53,8 @@ class FallingShares(Remembered):
         """Add a round's score gains since the start, by share of the held-out set.
 
         Returns the shares, at most a quarter, that have moved far down from their usual distance to the mean of all and
-        are far below their own best; by how much those that have moved down at all lower the mean; and what is to be added
-        to the mean for those that are left out of it. Without `gains`: ([], 0.0, 0.0).
+        are far below their own best; by how much those that have moved down at all lower the mean; and what is to be
+        added to the mean for those that are left out of it. Without `gains`: ([], 0.0, 0.0).
         """
         shares = sorted(gains)
         if not shares:
