@@ -237,6 +237,9 @@ class RoundForecast:
     at_least: bool = False  # whether embeddings, norms and heads add bytes, because they travel in more bits
 
 
+_BYTES_OF_MOMENTS = 8  # a parameter, of AdamW in fp32: most of a saved state
+
+
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
@@ -257,7 +260,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         size, scattered = sum(map(codec.encoded_size, lengths)), path == "scatter_reduce"
     shards = max(1, len(lengths))
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
-    saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
+    pieces = -(-_BYTES_OF_MOMENTS * (parameters or 0) // (config.shard_mib * 2**20))
+    saved = states * ((1 if pieces <= 1 else pieces + 1) + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
     seldom = round_s / pace.seldom_read_s(round_s)
     listings, polls = _while_waiting(config, round_s)
