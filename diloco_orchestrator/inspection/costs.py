@@ -14,6 +14,8 @@ from statistics import median
 from diloco_orchestrator.allreduce.dealing import (
     average_codec_of,
     bytes_down_of_round,
+    dealers_of,
+    draw_chance,
     path_of,
     reduced_size,
     shard_numel_of,
@@ -235,6 +237,9 @@ class RoundForecast:
     at_least: bool = False  # whether embeddings, norms and heads add bytes, because they travel in more bits
 
 
+_BYTES_OF_MOMENTS = 8  # a parameter, of AdamW in fp32: most of a saved state
+
+
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
@@ -255,7 +260,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         size, scattered = sum(map(codec.encoded_size, lengths)), path == "scatter_reduce"
     shards = max(1, len(lengths))
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
-    saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
+    pieces = -(-_BYTES_OF_MOMENTS * (parameters or 0) // (config.shard_mib * 2**20))
+    saved = states * ((1 if pieces <= 1 else pieces + 1) + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
     seldom = round_s / pace.seldom_read_s(round_s)
     listings, polls = _while_waiting(config, round_s)
@@ -280,10 +286,11 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     down = None if size is None else n * (n - 1) * size
     if size is not None and scattered:
         down = bytes_down_of_round(n * size, lengths, of_averages, n)
-        # Each replica writes its part of the averages, its record of them and two check records; it reads these records
-        # of all others, the shards that it deals and draws, and the averages that it does not make.
-        requests["PUT"] += shards + 3 * n
-        requests["GET"] += n * (2 * shards + n - 1 + shards + 3 * n) - n * (n - 1) * shards
+        # Each dealer writes its part of the averages, its record of them and two check records. A replica reads these
+        # records of all dealers, the shards that it deals and perhaps draws, and the averages that it does not make.
+        records, drawn = 3 * dealers_of(shards, n), draw_chance(shards, n) * (n - 1)
+        requests["PUT"] += shards + records
+        requests["GET"] += n * (2 * shards + drawn + shards + records) - n * (n - 1) * shards
         requests["LIST"] += 3 * n
     return RoundForecast(
         requests=requests,

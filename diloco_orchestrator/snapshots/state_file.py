@@ -67,7 +67,8 @@ class StateFile:
             self._starts.append(self._starts[-1] + spec.nbytes)
         self.size = self._starts[-1]
         self._ranges = [(start, min(start + limit, self.size)) for start in range(0, self.size, limit)]
-        self._frozen: dict[int, torch.Tensor] | None = None  # bytes of the pieces that this rank will write
+        self._rooms: dict[int, torch.Tensor] = {}  # memory for bytes of the pieces that this rank will write
+        self._is_frozen = False  # whether it holds those bytes
         ranges, pieces = dict[str, Sequence[tuple[int, int, int, int]]](), dict[str, torch.Tensor]()
         for name, spec in self._specs:
             if name in in_ranks:
@@ -86,6 +87,9 @@ class StateFile:
 
     def freeze(self) -> None:
         """Copy the file as it is now, each rank the pieces that it will write: training may go on before `write`."""
+        self._owners.each(
+            StateFile._allocate, self
+        )  # beforehand: a rank that raises in the exchange leaves others waiting
         self._owners.each(StateFile._freeze, self)
 
     def write(self, store: Store, replica_id: int, round_: int, attempt: int, background: Background) -> Shard:
@@ -112,18 +116,18 @@ class StateFile:
 
     # -- in every rank ---------------------------------------------------------------------------------------------
 
+    def _allocate(self) -> None:
+        own = range(self._owners.rank, len(self._ranges), self._owners.ranks)
+        sizes = {index: self._ranges[index][1] - self._ranges[index][0] for index in own}
+        self._rooms = {index: held(size, "a saved state", torch.uint8) for index, size in sizes.items()}
+
     def _freeze(self) -> None:
-        frozen: dict[int, torch.Tensor] = {}
         for index, (start, stop) in enumerate(self._ranges):
-            writer = index % self._owners.ranks
-            room = held(stop - start if writer == self._owners.rank else 0, "a saved state", torch.uint8)
             at = 0
-            for part in self._parts(start, stop, writer):
-                memory_of(room)[at : at + len(part)] = part
+            for part in self._parts(start, stop, index % self._owners.ranks):
+                memory_of(self._rooms[index])[at : at + len(part)] = part
                 at += len(part)
-            if writer == self._owners.rank:
-                frozen[index] = room
-        self._frozen = frozen
+        self._is_frozen = True
         self._pieces.clear()
 
     def _write(self, group: Mapping[int, str], store: Store, background: Background) -> dict[int, Shard]:
@@ -141,9 +145,9 @@ class StateFile:
 
         A frozen file gives the bytes of one piece, and keeps no copy of them.
         """
-        if self._frozen is not None:
-            frozen = self._frozen.pop(self._ranges.index((start, stop)), None)
-            return None if frozen is None else frozen.numpy().tobytes()
+        if self._is_frozen:
+            room = self._rooms.pop(self._ranges.index((start, stop)), None)
+            return None if room is None else room.numpy().tobytes()
         file = io.BytesIO()  # gives its bytes away without a copy
         for part in self._parts(start, stop, writer):
             file.write(part)
