@@ -23,7 +23,6 @@ from typing import Any, Self
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.s3_errors import BY_CODE
-from diloco_orchestrator.store.signers import CREATES_ON_GCS
 from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
 ENV_REQUESTS = "DILOCO_SIGNED_REQUESTS"  # the path of the file, of a machine with such a link
@@ -33,7 +32,7 @@ _CODE = re.compile(rb"<Code>(\w+)</Code>")
 # Azure's answers to a create of what exists; Azurite has the last one. S3 and GCS answer 412.
 _EXISTS = ("BlobAlreadyExists", "UnauthorizedBlobOverwrite", "AuthorizationPermissionMismatch")
 # Headers of a request that creates, and of any that writes, by the kind of store.
-_CREATES = {"s3": {"If-None-Match": "*"}, "az": {"If-None-Match": "*"}, "gs": CREATES_ON_GCS}
+CREATES = {"s3": {"If-None-Match": "*"}, "az": {"If-None-Match": "*"}, "gs": {"x-goog-if-generation-match": "0"}}
 _WRITES = {"az": {"x-ms-blob-type": "BlockBlob"}}
 _MOST_BYTES = 64 * 2**20  # of requests, uncompressed
 
@@ -126,7 +125,7 @@ class PresignedStore:
         if key in requests.read or key in self._ours:
             return False
         url = self._url_to_write(requests.create, key)
-        status, _ = self._send("create", key, url, data, _CREATES[self._kind])
+        status, _ = self._send("create", key, url, data, CREATES[self._kind])
         self._note(key, data)
         return status != 412
 

@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.store.presigned import CREATES
 
 Operation: TypeAlias = Literal["read", "create", "put"]
-CREATES_ON_GCS = {"x-goog-if-generation-match": "0"}  # among the signed headers of a request that creates
 
 _SAS_VERSION = "2021-08-06"
 _PERMISSIONS: dict[Operation, str] = {"read": "r", "create": "c", "put": "cw"}
@@ -124,7 +124,7 @@ class GcsSigner:
         path = quote(f"/{self._bucket}/{name}", safe="/~")
         at = f"{datetime.fromtimestamp(self._clock.wall_time(), UTC):%Y%m%dT%H%M%SZ}"
         scope = f"{at[:8]}/auto/storage/goog4_request"
-        headers = {"host": urlsplit(self._endpoint).netloc, **(CREATES_ON_GCS if operation == "create" else {})}
+        headers = {"host": urlsplit(self._endpoint).netloc, **(CREATES["gs"] if operation == "create" else {})}
         query = {
             "X-Goog-Algorithm": "GOOG4-RSA-SHA256",
             "X-Goog-Credential": f"{self._email}/{scope}",

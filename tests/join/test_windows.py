@@ -39,9 +39,9 @@ from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_cloud
-from diloco_orchestrator.store.presigned import PresignedStore, Requests
+from diloco_orchestrator.store.presigned import CREATES, PresignedStore, Requests
 from diloco_orchestrator.store.s3 import open_s3
-from diloco_orchestrator.store.signers import CREATES_ON_GCS, Operation, Signs, signer_of
+from diloco_orchestrator.store.signers import Operation, Signs, signer_of
 
 URL = "s3://bucket/runs/a"
 LIFE_S = 1000.0
@@ -266,7 +266,7 @@ class InBucket:
 def account(request: pytest.FixtureRequest, server: SignedS3) -> Account:
     if request.param == "s3":
         options = server.options()
-        return Account(URL, open_s3(URL, options), signer_of(URL, options), {"If-None-Match": "*"})
+        return Account(URL, open_s3(URL, options), signer_of(URL, options), CREATES["s3"])
     if request.param == "az":
         azurite: Azurite = request.getfixturevalue("azurite")
         url, options = f"az://{azurite.make_container(f'joined-{uuid4().hex}')}/runs/a", azurite.options()
@@ -274,12 +274,12 @@ def account(request: pytest.FixtureRequest, server: SignedS3) -> Account:
             url,
             open_cloud(url, options),
             signer_of(url, options),
-            {"If-None-Match": "*", "x-ms-blob-type": "BlockBlob"},
+            {**CREATES["az"], "x-ms-blob-type": "BlockBlob"},
         )
     gcs: Gcs = request.getfixturevalue("gcs")
     url = f"gs://{gcs.make_bucket(f'joined-{uuid4().hex}')}/runs/a"
     signer = signer_of(url, {"base_url": gcs.front, "service_account_key": json.dumps(gcs.account)})
-    return Account(url, open_cloud(url, gcs.options(url)), signer, CREATES_ON_GCS)
+    return Account(url, open_cloud(url, gcs.options(url)), signer, CREATES["gs"])
 
 
 @pytest.fixture

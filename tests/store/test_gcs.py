@@ -14,7 +14,8 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
-from diloco_orchestrator.store.signers import CREATES_ON_GCS, GcsSigner, Operation
+from diloco_orchestrator.store.presigned import CREATES
+from diloco_orchestrator.store.signers import GcsSigner, Operation
 
 pytestmark = pytest.mark.slow
 SCHEMES = ["gs", "fsspec+gs"]
@@ -69,7 +70,7 @@ def test_requests_are_signed_as_by_googles_own_library(gcs: Gcs, operation: Oper
         resource="/bucket/" + quote(f"runs/a b/{key}", safe="/~"),
         expiration=900,
         method="GET" if operation == "read" else "PUT",
-        headers=dict(CREATES_ON_GCS) if operation == "create" else {},  # to which it adds
+        headers=dict(CREATES["gs"]) if operation == "create" else {},  # to which it adds
         _request_timestamp="20270115T080000Z",
     )
     assert ours == theirs
