@@ -10,11 +10,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlsplit
 from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from genuine_azurite import Azurite
 from genuine_gcs import Gcs
 from join_scene import HOUR, KEY, STAMP, Invited
@@ -370,6 +372,20 @@ def test_a_request_that_creates_needs_its_condition_on_s3(scene: InBucket):
     scene.look()
     url = scene.seat.in_use().create[scene.seat.name(keys.contribution(1, 3))]
     assert _sent(url, b"x", {}) == _sent(url, b"x", {"If-None-Match": '"an-etag"'}) == 403
+
+
+def test_what_keeps_a_create_from_overwriting_is_signed_on_azure_and_gcs():
+    key = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    account = json.dumps({"client_email": "me@lab.example", "private_key": key.decode()})
+    azure = signer_of("az://container/run", {"account_name": "me", "account_key": "a2V5"})
+    gcs = signer_of("gs://bucket/run", {"service_account_key": account})
+
+    def said(signer: Signs, name: str) -> list[str]:
+        operations: list[Operation] = ["read", "create", "put"]
+        return [dict(parse_qsl(urlsplit(signer.url_of(each, "key", 60.0)).query))[name] for each in operations]
+
+    assert said(azure, "sp") == ["r", "c", "cw"] and said(azure, "spr") == ["https"] * 3
+    assert said(gcs, "X-Goog-SignedHeaders") == ["host", "host;x-goog-if-generation-match", "host"]
 
 
 @pytest.mark.parametrize("account", ["s3"], indirect=True)
