@@ -66,6 +66,7 @@ def may_write(store: Store, there: Mapping[str, int], replica_id: int) -> Iterat
     if not attempt:
         return
     yield "create", keys.began(replica_id, attempt)
+    yield "create", keys.log_text(replica_id, attempt)
     yield "create", keys.exit_record(replica_id, attempt)
     yield "put", keys.heartbeat(replica_id, attempt)
     intent = read(store, Intent, keys.intent(replica_id, attempt))

@@ -294,6 +294,8 @@ def own(seat: Seat) -> list[str]:
     found = [
         keys.claim(3, 1, TOKEN),
         keys.began(3, 1),
+        keys.log_text(3, 1),
+        keys.exit_record(3, 1),
         keys.contribution(1, 3),
         keys.state(3, 2, 1),
         keys.checked(1, 3, 2),
