@@ -497,25 +497,35 @@ def bar(samples: Sequence[Sample]) -> str:
         lambda s: f"{sum(c['gaps'] for c in pick(s, group='gap'))} of {sum(c['runs'] for c in pick(s, group='gap'))}",
     )
     for words, taus, asked in (("up to 4", (1.5, 4.0), "5 %"), ("of 8", (8.0,), "20 %")):
-        line(
-            f"bumps and restarts that heal, tau {words} rounds, sd .005: runs halted",
-            asked,
-            lambda s, t=taus: share_words([c for c in pick(s, group="bump") if c["sd"] in t]),
-        )
+        for what, part in (
+            ("bumps on a plateau", "plateau"),
+            ("bumps on a falling loss", "loss"),
+            ("restarts", "restart"),
+        ):
+            line(
+                f"{what} that heal, tau {words} rounds, sd .005: runs halted",
+                asked,
+                lambda s, t=taus, p=part: share_words(
+                    [c for c in pick(s, group="bump") if c["sd"] in t and p in c["case"]]
+                ),
+            )
     for case, asked in zip([c for c in ODD if c not in UNPROMISED], ("1", "1.5", "1.5", "1", "1", "3"), strict=True):
         line(
             f"noise: {case}: halts per 1000",
             asked,
             lambda s, c=case: rate_words(max(pick(s, group="odd", case=c), key=rate)),
         )
-    for words, steep in (
-        ("lasting falls of 5 sd and more, after any but steep curves", False),
-        ("the same after curves of 2 to 8 sd a round", True),
+    for words, steep, size in (
+        ("lasting falls of 5, 15 and 40 sd, after any but steep curves", False, " sd"),
+        ("of these, those of 5 sd", False, "; 5 sd"),
+        ("falls of 5, 15 and 40 sd after curves of 2 to 8 sd a round", True, " sd"),
     ):
         line(
             f"{words}: delay",
             "12, p95 25, 0",
-            lambda s, w=steep: fall_words([c for c in pick(s, group="fall") if c["fault"].endswith("steep") == w]),
+            lambda s, w=steep, z=size: fall_words(
+                [c for c in pick(s, group="fall") if c["fault"].endswith("steep") == w and z in c["case"]]
+            ),
         )
     for fault in (*BOTH_MOVE, "divergence"):
         line(

@@ -238,6 +238,22 @@ HELD_BACK: dict[str, Callable[[Rng, int], Runs]] = {
     "bump .15, tau 3, on a slow slope": lambda rng, runs: _other_bump(rng, 0.15, 3.0, runs),
     "bump .08, tau 6, on a slow slope": lambda rng, runs: _other_bump(rng, 0.08, 6.0, runs),
     "64 sampled items of unequal difficulty, rising": lambda rng, runs: Runs(_unequal_items(rng, 300, runs, 64)),
+    **{
+        f"plateau after {words}, AR {phi:g}": lambda rng, runs, c=curve, p=phi: Runs(
+            c(t_of(300)) + noise(rng, 300, runs, p, 1.0)
+        )
+        for words, curve in (
+            ("a climb of 20 sd, tau 3", lambda t: _climb(t, 20, 3)),
+            ("a climb of 30 sd, tau 8", lambda t: _climb(t, 30, 8)),
+            ("one step of 10 sd", lambda t: 10.0 * (t > 12)),
+            ("a sigmoid of 12 sd around round 60", lambda t: 12 / (1 + np.exp(-(t - 60) / 6))),
+        )
+        for phi in (0.0, 0.5, 0.7)
+    },
+    "dip of 20 sd, half a cosine of 16 rounds": lambda rng, runs: _dip(rng, runs, 20, 0, 16),
+    "dip of 20 sd that stays 4 rounds, then 8 to heal": lambda rng, runs: _dip(rng, runs, 20, 4, 8),
+    "restarts every 60 rounds, dips of 10 sd, 16 to heal": lambda rng, runs: _dip(rng, runs, 10, 0, 16, every=60),
+    "bursts x 20, 20 of 100": lambda rng, runs: Runs(bursts(rng, 300, runs, 0.3, 20, 20)),
     "64 fixed items that keep their answer 5 rounds": lambda rng, runs: Runs(
         np.mean([_switched(rng, 300, runs, 0.1, 0.2) for _ in range(64)], axis=0)
     ),
@@ -340,6 +356,13 @@ def _fallen(rng: Rng, runs: int, onset: int, lost: Curve, around: Array) -> Runs
     clean = -lost(t_of(len(around)) - onset) * np.ones((1, 1))
     begins = int(np.argmax(clean[:, 0] < -3))
     return Runs(clean + around, noise(rng, len(around), runs, 0.0, 0.5), clean, begins)
+
+
+def _dip(rng: Rng, runs: int, height: float, stays: int, heals: int, every: int = 1000) -> Runs:
+    """A plateau that falls by `height` at once, stays there, and heals along half a cosine; again after `every`."""
+    since = (t_of(160) - 60) % every - stays
+    lost = height * (1 + np.cos(np.pi * np.clip(since / heals, 0, 1))) / 2 * (t_of(160) >= 60)
+    return Runs(noise(rng, 160, runs, 0.3, 1.0) - lost)
 
 
 def _other_bump(rng: Rng, height: float, tau: float, runs: int) -> Runs:

@@ -19,7 +19,7 @@ from diloco_orchestrator.guard import (
 )
 from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers, step_down
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
-from diloco_orchestrator.guard.sequential_v3 import BestOfAll, SteadyNoise
+from diloco_orchestrator.guard.sequential_v3 import SteadyNoise
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "step down", "fall", "gap", "early collapse", "new low")
@@ -240,19 +240,14 @@ class _Noise:
 class _Level:
     """Twin of `guard.channels.falls.BestLevel`."""
 
-    def __init__(self, runs: int, rule: falls.BestLevel) -> None:
-        self.rule = rule
+    def __init__(self, runs: int) -> None:
         self.mean = [np.full(runs, -np.inf) for _ in (*falls.BLOCKS, falls.CLIMB)]
         self.bend = [np.zeros(runs) for _ in self.mean]
-        self.until = [np.ones(runs, int) for _ in self.mean]
 
-    def _bound(self, index: int, mean: Array, bend: Array, until: NDArray[np.int64], noise: _Noise) -> Array:
-        sigma, rounds = noise.sigma(bend), np.full(mean.shape, noise.count)
-        if not isinstance(self.rule, BestOfAll):
-            rounds = np.where(mean > falls.CLIMBED * sigma, until // falls.OF_A_CLIMB, rounds)
-        errors = np.sqrt(np.maximum(np.frexp(rounds)[1] - 1, 1))
+    def _bound(self, index: int, mean: Array, bend: Array, noise: _Noise) -> Array:
+        errors = np.sqrt(max(noise.count.bit_length() - 1, 1))
         part = 1 / np.sqrt(falls.BLOCKS[index]) if index < len(falls.BLOCKS) else falls.CLIMB_ERROR
-        found: Array = mean - errors * part * sigma
+        found: Array = mean - errors * part * noise.sigma(bend)
         return found
 
     def learn(self, noise: _Noise) -> None:
@@ -266,17 +261,15 @@ class _Level:
             self._compare(len(falls.BLOCKS), _end_of_climb(np.array(noise.last[-falls.CLIMB :]), noise.sigma()), noise)
 
     def _compare(self, index: int, mean: Array, noise: _Noise) -> None:
-        until = np.full(mean.shape, noise.count)
-        found = self._bound(index, mean, noise.present, until, noise)
-        better = found > self._bound(index, self.mean[index], self.bend[index], self.until[index], noise)
+        better = self._bound(index, mean, noise.present, noise) > self._bound(
+            index, self.mean[index], self.bend[index], noise
+        )
         self.mean[index] = np.where(better, mean, self.mean[index])
         self.bend[index] = np.where(better, noise.present, self.bend[index])
-        self.until[index] = np.where(better, until, self.until[index])
 
     def level(self, noise: _Noise) -> Array:
-        stored = zip(self.mean, self.bend, self.until, strict=True)
-        bounds = [self._bound(i, *each, noise) for i, each in enumerate(stored)]
-        found: Array = np.max(bounds, axis=0)
+        stored = zip(self.mean, self.bend, strict=True)
+        found: Array = np.max([self._bound(i, *each, noise) for i, each in enumerate(stored)], axis=0)
         return found
 
 
@@ -518,7 +511,7 @@ def sequential(
     rounds, runs = heldout.shape
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
     own, apart = _Noise(runs, rule.noise, known), _Noise(runs, rule.gap_noise)
-    best, gap, sums = _Level(runs, rule.best), _Gap(runs), _Falls(runs, guard.threshold, rule.falls)
+    best, gap, sums = _Level(runs), _Gap(runs), _Falls(runs, guard.threshold, rule.falls)
     scores, losts = heldout - heldout[0], [0.0] * rounds if gains is None else list[Any]()
     if gains is not None:
         shares = _Shares(gains, rule.shares)

@@ -62,9 +62,9 @@ def norms_of(kind: Kind) -> list[list[float]]:
     torch.manual_seed(kind.seed)
     base, loss_of = TASKS[kind.task](kind)
     models = [TASKS[kind.task](kind)[0] for _ in range(kind.replicas)]
-    optimizers = [_optimizer(model, kind) for model in models]
+    optimizers = [make_optimizer(model, kind) for model in models]
     draws = [torch.Generator().manual_seed(1000 * kind.seed + i) for i in range(kind.replicas)]
-    parameters = _trained(base)
+    parameters = trained_of(base)
     momenta = [torch.zeros_like(p) for p in parameters]
     recorded = []
     for round_ in range(kind.rounds):
@@ -77,9 +77,9 @@ def norms_of(kind: Kind) -> list[list[float]]:
                 optimizer.zero_grad()
                 loss_of(model, i, draws[i], batch).backward()
                 if kind.clips_gradients:
-                    nn.utils.clip_grad_norm_(_trained(model), 1.0)
+                    nn.utils.clip_grad_norm_(trained_of(model), 1.0)
                 optimizer.step()
-            pairs = zip(parameters, _trained(model), strict=True)
+            pairs = zip(parameters, trained_of(model), strict=True)
             deltas.append([ours.detach() - theirs.detach() for ours, theirs in pairs])
         recorded.append([float(torch.cat([each.flatten() for each in delta]).norm()) for delta in deltas])
         with torch.no_grad():
@@ -90,20 +90,20 @@ def norms_of(kind: Kind) -> list[list[float]]:
     return recorded
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _take(model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
-        for ours, base in zip(_trained(model), parameters, strict=True):
+        for ours, base in zip(trained_of(model), parameters, strict=True):
             ours.copy_(base)
 
 
-def _optimizer(model: nn.Module, kind: Kind) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, kind: Kind) -> torch.optim.Optimizer:
     if kind.optimizer == "sgd":
-        return torch.optim.SGD(_trained(model), lr=kind.lr, momentum=0.9)
-    return torch.optim.AdamW(_trained(model), lr=kind.lr, betas=(0.9, kind.beta2), weight_decay=0.1, fused=True)
+        return torch.optim.SGD(trained_of(model), lr=kind.lr, momentum=0.9)
+    return torch.optim.AdamW(trained_of(model), lr=kind.lr, betas=(0.9, kind.beta2), weight_decay=0.1, fused=True)
 
 
 # -- tasks -------------------------------------------------------------------------------------------------------------

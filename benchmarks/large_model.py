@@ -41,7 +41,7 @@ from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.replica.training.tensor_tree import state_file, stored_tree, whole_tree
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles
@@ -163,7 +163,7 @@ class Bench:
         participant, model = self.join()
         gradient = FakeGradient(sum(p.numel() for p in model.parameters()))
         moments = [self.size.constant(float(i % NONZERO == 0)) for i, _ in enumerate(trainable(model)) for _ in "mv"]
-        state = pack({"moments": moments})
+        state = state_file({"moments": moments}, limit=min(64, self.size.limit_mib) * MIB)
         participant._contributor.contribute_delta(gradient, ContributionFields(steps=1, state=state))
         del gradient, state
         participant.close()
@@ -175,7 +175,7 @@ class Bench:
         history = participant.history
         manifest = history.of(1)
         assert manifest is not None and participant.open.round == 2
-        tree = unpack(history.read_state(manifest), "the state")
+        tree = whole_tree(stored_tree(history.read_state(manifest), "the state"))
         return f"base {participant.digest[:12]}, and a state of {len(tree['moments'])} tensors"
 
     def pull(self) -> str:

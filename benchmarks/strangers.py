@@ -14,7 +14,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from measuring import ROOT, markdown, publish
 from other_data import KINDS, OtherData
 
 DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
-ROUNDS, HOSTILE, FRESH = 60, 3, 8192
+ROUNDS, HOSTILE = 60, 3
 ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
 DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replica scores its work
 UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
@@ -67,8 +67,11 @@ def played(
     share: int = SHARE,
     dealt: int = 0,
     aggregate: str | None = None,
+    task_of: Callable[[int], Task] | None = None,
 ) -> Outcome:
     """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
+
+    `task_of`: makes another task than the classifier's from the seed.
 
     `share`: held-out items on which each launched replica scores. `dealt`: items of the data dealt to a stranger, and
     as many others, on which each scores its work; 0: none. `aggregate`: None: the default where strangers contribute.
@@ -81,7 +84,7 @@ def played(
     if aggregate is not None:
         settings["aggregate"] = aggregate
         settings |= {} if aggregate in ("mean", "agreeing_mean") else {"weights": "uniform"}
-    task = Task(seed) if kind is None else OtherData(seed, kind)
+    task = task_of(seed) if task_of else Task(seed) if kind is None else OtherData(seed, kind)
     others = {None: lambda w: None, UNTRAINED: lambda w: w.send(w.delta), COPY: _copied, HALF: partial(drift, size=0.5)}
     attack = others.get(name) or ATTACKS[name]
     deciders = launched if scored else 1
@@ -96,7 +99,7 @@ def played(
     honest = [each for each in left_out if launched <= each.replica_id < first]
     answers = [a.replica_id for commit in commits for a in commit.answers if a.kind == "delta"]
     return Outcome(
-        loss=fresh_loss(task, seed, run),
+        loss=task.fresh_loss(run.deciders[0].base.parameters, seed),
         stop=commits[-1].stop,
         hostile=sum(each >= first for each in out),
         honest=len(honest),
@@ -115,14 +118,6 @@ def played(
 def _copied(writer: Writer) -> None:
     noise = torch.randn(writer.delta.shape, generator=writer.memory["draw"])
     writer.send(writer.others[0] + 0.1 * noise * (writer.delta.norm() / noise.norm()))
-
-
-def fresh_loss(task: Task, seed: int, run: HostileFleet) -> float:
-    """Mean loss of the model that a run ended with, on items that are neither held out nor trained on."""
-    task._draw = torch.Generator().manual_seed(100_000 + seed)
-    items, labels = task.batch((FRESH,))
-    task.heldout = items, labels
-    return float(task.losses(run.deciders[0].base.parameters).mean())
 
 
 def begun(pool: Executor, seeds: range, *which: Any, **how: Any) -> list[Future[Outcome]]:

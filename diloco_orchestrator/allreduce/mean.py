@@ -12,7 +12,9 @@ from typing import Protocol
 
 import torch
 
+from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.allreduce.spool import budget
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
 from diloco_orchestrator.allreduce.vectors import BLOCK, empty
 from diloco_orchestrator.codecs.table import Encoded, get_codec
@@ -111,7 +113,10 @@ class WeightedMean:
         return partial(self._blocks, self._parts.shard(index))
 
     def _blocks(self, shards: Sequence[Encoded], start: int, stop: int) -> Iterator[torch.Tensor]:
-        buffer = empty(min(BLOCK, stop - start))
+        by_block = self._sums_of_encoded if all(shard.adds for shard in shards) else self._sums
+        return (summed.div_(self._total) for summed in by_block(shards, start, stop, empty(min(BLOCK, stop - start))))
+
+    def _sums(self, shards: Sequence[Encoded], start: int, stop: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         for blocks in side_by_side(shards, start, stop, BLOCK):
             summed = buffer[: blocks[0].numel()]
             for position, block in enumerate(blocks):
@@ -120,7 +125,17 @@ class WeightedMean:
                     summed.add_(weighted)
                 else:
                     torch.add(weighted, 0.0, out=summed)  # not a copy: a sum that begins at zero has no -0.0
-            yield summed.div_(self._total)
+            yield summed
+
+    def _sums_of_encoded(
+        self, shards: Sequence[Encoded], start: int, stop: int, buffer: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """The same sums, to which each block is added as it is decoded. `start`: where a group begins."""
+        for first in range(start, stop, BLOCK):
+            summed = buffer[: stop - first].zero_()
+            for shard, weight in zip(shards, self._parts.weights, strict=True):
+                shard.add_to(summed, first, float(weight))
+            yield summed
 
 
 def mean_into(shards: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
@@ -138,27 +153,61 @@ def write_blocks(blocks: ShardBlocks, target: torch.Tensor) -> None:
     in_threads([partial(_copy, blocks, target, *each) for each in ranges(target.numel())])
 
 
-def encoded_into(blocks: ShardBlocks, target: torch.Tensor, codec: str) -> memoryview:
-    """Compute one shard of an average, encode it, write the decoded values to `target`, and return the encoding.
+def encoded_shard(blocks: ShardBlocks, numel: int, codec: str) -> memoryview:
+    """One shard of an average, of `numel` elements, computed and encoded in threads.
 
-    The encoding has a header, as that of a payload shard in `codec`. `target`: a flat tensor of the shard's length.
+    The encoding has a header, as that of a payload shard in `codec`.
     """
-    found, numel = get_codec(codec), target.numel()
+    found = get_codec(codec)
     header = found.header(numel)
     data = memoryview(bytearray(found.encoded_size(numel)))
     data[: len(header)] = header
     body = data[len(header) :]
 
     def encode(start: int, stop: int) -> None:
-        piece, place = target[start:stop], found.body_size(start)
-        for part, block in zip(piece.split(BLOCK), blocks(start, stop), strict=True):
-            packed, values = found.rounded(block)
+        place = found.body_size(start)
+        for block in blocks(start, stop):
+            packed = found.encode_block(block).data
             body[place : place + len(packed)] = packed
             place += len(packed)
-            part.copy_(values)
 
     in_threads([partial(encode, *each) for each in ranges(numel)])
     return data
+
+
+class EncodedShards:
+    """An aggregate of which each shard was computed before, and is kept in encoded form until it is used.
+
+    It holds the shards of one process within the memory budget (`allreduce.spool`): they are decoded a block at a time,
+    in a core's cache.
+
+    Args:
+        lengths: elements of each shard.
+        codec: name of the codec in which all are encoded.
+    """
+
+    left_out: Sequence[LeftOut] = ()
+
+    def __init__(self, lengths: Sequence[int], codec: str) -> None:
+        self.lengths, self.codec = lengths, codec
+        self._kept = PayloadCache(memory_bytes=budget().limit)
+
+    def put(self, index: int, data: bytes | memoryview) -> None:
+        """Keep the encoding of shard `index`, unless one is kept.
+
+        Raises `PayloadCorrupt` for bytes that are no encoding of its elements, `SpoolFailed` if the disk is full.
+        """
+        Encoded(data, self.codec, self.lengths[index])
+        self._kept.put((f"average {index}", ""), data)
+
+    def shard(self, index: int) -> ShardBlocks:
+        """One shard that was put here, decoded lazily."""
+        data = self._kept.get((f"average {index}", ""))
+        assert data is not None, "it was put here"
+        return partial(self._blocks, Encoded(data, self.codec, self.lengths[index]))
+
+    def _blocks(self, encoded: Encoded, start: int, stop: int) -> Iterator[torch.Tensor]:
+        return (block.to(torch.float32) for block in encoded.blocks(start, stop, BLOCK))
 
 
 class EncodedAverage:
@@ -181,7 +230,7 @@ class EncodedAverage:
 
     def _blocks(self, blocks: ShardBlocks, start: int, stop: int) -> Iterator[torch.Tensor]:
         for block in blocks(start, stop):
-            yield self._codec.rounded(block)[1]
+            yield self._codec.encode_block(block).values
 
 
 def _copy(blocks: ShardBlocks, target: torch.Tensor, start: int, stop: int) -> None:

@@ -21,7 +21,7 @@ from diloco_orchestrator.allreduce.dealing import (
     shard_numel_for,
 )
 from diloco_orchestrator.allreduce.link import agreed_link
-from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.mean import EncodedShards, Part, mean_into, write_blocks
 from diloco_orchestrator.allreduce.payload import check_shape, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
@@ -148,9 +148,11 @@ class ObjectStoreAllReduce:
             self.rank,
             pairs,
             write=lambda record: self._store.create(key, record.to_bytes()),
-            codec=average_codec_of(self._codec) or EXACT,
         )
-        reducing.average_into(FlatTensors(shards), parts)
+        averages = EncodedShards([shard.numel() for shard in shards], average_codec_of(self._codec) or EXACT)
+        reducing.average_into(averages, parts)
+        for index, shard in enumerate(shards):
+            write_blocks(averages.shard(index), shard)
         for (index, _), wrong in sorted(reducing.false.items()):
             if len(wrong) < 2:
                 continue  # used by nobody

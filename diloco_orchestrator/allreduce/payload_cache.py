@@ -30,7 +30,7 @@ Name = tuple[str, str]
 class KeepsPayloads(Protocol):
     """A cache of verified payload bytes for a later reader in this process."""
 
-    def put(self, name: Name, data: bytes) -> None: ...
+    def put(self, name: Name, data: bytes | memoryview) -> None: ...
 
     def get(self, name: Name) -> bytes | memoryview | None: ...
 
@@ -41,13 +41,13 @@ class PayloadCache:
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._lock = threading.Lock()
         self._limit = self._room = memory_bytes
-        self._memory: dict[Name, tuple[bytes, Allocation]] = {}
+        self._memory: dict[Name, tuple[bytes | memoryview, Allocation]] = {}
         self._places: dict[Name, tuple[int, int]] = {}  # offset, size in the file
         self._opened: dict[Name, tuple[IO[bytes], int]] = {}  # a file of the store, its size
         self._file: IO[bytes] | None = None
         self._end = 0  # of the bytes in the file that are in use
 
-    def put(self, name: Name, data: bytes) -> None:
+    def put(self, name: Name, data: bytes | memoryview) -> None:
         """Keep `data`, verified payload bytes, under `name` (key and digest), unless the name is in the cache.
 
         Raises `SpoolFailed` if the disk is full.

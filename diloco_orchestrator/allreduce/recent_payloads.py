@@ -28,7 +28,7 @@ class RecentPayloads:
         self._open, self._before = PayloadCache(), PayloadCache()
         self._moving: Future[None] | None = None
 
-    def put(self, name: Name, data: bytes) -> None:
+    def put(self, name: Name, data: bytes | memoryview) -> None:
         """Keep payload bytes of the open round under `name`, unless the name is there."""
         self._open.put(name, data)
 

@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.dealing import at_once_for
-from diloco_orchestrator.allreduce.mean import Part, encoded_into
+from diloco_orchestrator.allreduce.mean import EncodedShards, Part, encoded_shard
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import fetch_shard
-from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel
-from diloco_orchestrator.codecs.table import Encoded, get_codec
+from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced, ReducedShard
@@ -53,7 +52,6 @@ class ScatterReduce:
     rank: int
     pairs: Sequence[tuple[int, ...]]  # owner and checker of each shard
     write: Callable[[Reduced], bool]  # creates the record of this rank; False if its key holds another object
-    codec: str  # in which averages are sent, and through which all pass; "fp32" changes no bit
     aggregate: str = "mean"  # one of `allreduce.aggregate.AGGREGATES`
     owners: Owners = ALONE  # the processes of this rank, each of which averages and reads the shards that it owns
     fragment: int = 0  # whose shards these are
@@ -65,8 +63,8 @@ class ScatterReduce:
     _digests: dict[int, BulkDigest] = field(default_factory=dict)  # of the averages made here, by shard
     _takes: dict[int, int | None] = field(default_factory=dict)  # versions under which those owned here were written
 
-    def average_into(self, averages: FlatTensors, parts: Sequence[Part]) -> None:
-        """Write the average of `parts`, the contributions, into `averages`, tensors of the payload shards' lengths.
+    def average_into(self, averages: EncodedShards, parts: Sequence[Part]) -> None:
+        """Put the average of each shard of `parts`, the contributions, into `averages`, in whose codec it is encoded.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
         that publish the same wrong average somebody finds out. Shards of a rank that published a wrong one are averaged
@@ -75,7 +73,7 @@ class ScatterReduce:
         """
         began = self.clock.now()
         own = [index for index, pair in enumerate(self.pairs) if self.rank in pair]
-        others = [index for index in range(len(averages.tensors)) if index not in own]
+        others = [index for index in range(len(averages.lengths)) if index not in own]
         self._make(own, averages, parts)
         self._publish(own)
         took_s = self.clock.now() - began
@@ -91,13 +89,13 @@ class ScatterReduce:
         self._make(left, averages, parts)
         self._compare(left, words)
 
-    def _make(self, indices: Sequence[int], averages: FlatTensors, parts: Sequence[Part]) -> None:
+    def _make(self, indices: Sequence[int], averages: EncodedShards, parts: Sequence[Part]) -> None:
         """Average the shards `indices` of the contributions `parts` from the payloads, into `averages`.
 
         Those that this rank owns are written to the store.
         """
         owned = {index for index in indices if self.pairs[index][0] == self.rank}
-        what = self.background, self.store, self.round_id, self.aggregate, self.codec, owned, averages, parts
+        what = self.background, self.store, self.round_id, self.aggregate, owned, averages, parts
         for digests, takes in self._each_owner(_average, indices, *what) if indices else ():
             self._digests |= digests
             self._takes |= takes
@@ -138,8 +136,8 @@ class ScatterReduce:
                 self.clock.sleep(next(pauses))
         return found
 
-    def _take(self, indices: Sequence[int], averages: FlatTensors, words: Words) -> set[int]:
-        """Copy into `averages` the published averages of shards on which owner and checker agree. Returns these shards.
+    def _take(self, indices: Sequence[int], averages: EncodedShards, words: Words) -> set[int]:
+        """Put into `averages` the published averages of shards on which owner and checker agree. Returns these shards.
 
         `words`: the averages that ranks have published, by rank and shard.
         """
@@ -151,7 +149,7 @@ class ScatterReduce:
                 continue
             if not self.distrusted & set(pair):
                 agreed[index] = pair[0], owner
-        what = self.store, self.background, self.round_id, self.codec, averages, agreed
+        what = self.store, self.background, self.round_id, averages, agreed
         return set().union(*self._each_owner(_read, list(agreed), *what)) if agreed else set()
 
     def _compare(self, made: Sequence[int], words: Words) -> None:
@@ -206,9 +204,8 @@ def _average(
     store: Store,
     round_id: int,
     aggregate: str,
-    codec: str,
     owned: Collection[int],
-    averages: FlatTensors,
+    averages: EncodedShards,
     parts: Sequence[Part],
 ) -> tuple[dict[int, BulkDigest], dict[int, int | None]]:
     """Average shards from the payloads, each read from all ranks at the same time, and write the encoded ones `owned`.
@@ -216,14 +213,15 @@ def _average(
     Returns the digests of all, and of those written the version in the key, None where no key is left: both by shard.
     """
     digests, takes = dict[int, BulkDigest](), dict[int, int | None]()
-    lengths = [each.numel() for each in averages.tensors]
     for index in indices:
         read = in_parallel(background, [partial(part.read, index) for part in parts])
         held = [replace(part, read=partial(_given, data)) for part, data in zip(parts, read, strict=True)]
-        encoded = encoded_into(aggregate_of(aggregate, held, lengths).shard(index), averages.tensors[index], codec)
+        blocks = aggregate_of(aggregate, held, averages.lengths).shard(index)
+        encoded = encoded_shard(blocks, averages.lengths[index], averages.codec)
         digests[index] = bulk_digest(encoded)
         if index in owned:
             takes[index] = _written(store, round_id, index, bytes(encoded))
+        averages.put(index, encoded)
     return digests, takes
 
 
@@ -241,28 +239,27 @@ def _read(
     store: Store,
     background: Background,
     round_id: int,
-    codec: str,
-    averages: FlatTensors,
+    averages: EncodedShards,
     agreed: Mapping[int, tuple[int, ReducedShard]],
 ) -> set[int]:
-    """Copy published averages of shards into `averages`; returns the shards that could be read.
+    """Put published averages of shards into `averages`; returns the shards that could be read.
 
     `agreed`: by shard, the rank that owns it and the record of its average.
     """
 
     def read(index: int) -> bool:
-        (owner, said), shard = agreed[index], averages.tensors[index]
+        owner, said = agreed[index]
         assert said.take is not None, "what is agreed on was written"
-        key, size = keys.reduced_shard(round_id, index, said.take), get_codec(codec).encoded_size(shard.numel())
+        key = keys.reduced_shard(round_id, index, said.take)
+        size = get_codec(averages.codec).encoded_size(averages.lengths[index])
         try:
-            data = fetch_shard(store, key, Shard(digest=said.digest, size=size))
-            shard.copy_(Encoded(data, codec, shard.numel()).values())
+            averages.put(index, fetch_shard(store, key, Shard(digest=said.digest, size=size)))
         except PayloadCorrupt as error:
             log.warning("round %d: an average of rank %d is not used: %s", round_id, owner, error)
             return False
         return True
 
-    at_once = at_once_for(max(averages.tensors[index].numel() for index in indices)) if indices else 1
+    at_once = at_once_for(max(averages.lengths[index] for index in indices)) if indices else 1
     done = in_parallel(background, [partial(read, index) for index in indices], at_once)
     return {index for index, is_done in zip(indices, done, strict=True) if is_done}
 

@@ -36,6 +36,19 @@ def unpack(body: "torch.Tensor", numel: int, levels: int) -> "torch.Tensor":
     return found
 
 
+def add(body: "torch.Tensor", levels: int, weight: float, target: "torch.Tensor") -> None:
+    """Add the decoded values of `body`, each times `weight`, to `target`, (n,) float32.
+
+    The bits are those of a product and a sum one after the other, each rounded to float32.
+    """
+    (_add_int8 if levels == 127 else _add_int4)(body.numpy(), np.float32(weight), target.numpy())
+
+
+def squares(body: "torch.Tensor", numel: int, levels: int) -> float:
+    """The sum of squares of the decoded values of `body`, of `numel` elements; not finite if one of them may not be."""
+    return float((_squares_int8 if levels == 127 else _squares_int4)(body.numpy(), numel))
+
+
 def _compiled(function: Any) -> Any:
     """The function in machine code, kept on disk for the next process where that is possible."""
     try:
@@ -45,12 +58,8 @@ def _compiled(function: Any) -> Any:
 
 
 @_compiled
-def _scale(x: Any, bits: Any, start: int, stop: int, levels: Any) -> tuple[Any, Any]:
-    """(scale, factor) of elements [start, stop): as numbers of float32; factor 0 makes all of them 0."""
-    largest = np.uint32(0)
-    for i in range(start, stop):  # bits of |x| as whole numbers have the order of |x|, with NaN above all
-        largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
-    one = np.empty(1, np.uint32)
+def _scale(largest: Any, levels: Any, one: Any) -> tuple[Any, Any]:
+    """(scale, factor) of a group, float32, from the bits of its largest |x|; factor 0 makes all its elements 0."""
     one[0] = largest
     scale = one.view(np.float32)[0] / levels
     if largest > np.uint32(_FINITE):
@@ -63,30 +72,38 @@ def _scale(x: Any, bits: Any, start: int, stop: int, levels: Any) -> tuple[Any, 
 @_compiled
 def _pack_int8(x: Any, levels: Any, words: int, out: Any) -> None:
     bits, rows, scales = x.view(np.uint32), out.view(np.int8), out.view(np.float32)
-    half = np.float32(_HALVED)
+    half, one = np.float32(_HALVED), np.empty(1, np.uint32)
     for group in range(len(out) // words):
-        start, stop = group * _GROUP, min(group * _GROUP + _GROUP, len(x))
-        scale, factor = _scale(x, bits, start, stop, levels)
+        part = x[group * _GROUP : group * _GROUP + _GROUP]
+        sizes, largest = bits[group * _GROUP : group * _GROUP + _GROUP], np.uint32(0)
+        for i in range(len(sizes)):  # bits of |x| as whole numbers have the order of |x|, with NaN above all
+            size = np.uint32(sizes[i] & np.uint32(0x7FFFFFFF))
+            largest = size if size > largest else largest
+        scale, factor = _scale(largest, levels, one)
         scales[group * words] = scale
         if factor == np.float32(0.0):
             continue
         row = rows[4 * group * words + 4 :]
-        for i in range(stop - start):
-            row[i] = np.int8(np.int32((x[start + i] * factor + half) - half))
+        for i in range(len(part)):
+            row[i] = np.int8(np.int32((part[i] * factor + half) - half))
 
 
 @_compiled
 def _pack_int4(x: Any, levels: Any, words: int, out: Any) -> None:
     bits, rows, scales = x.view(np.uint32), out.view(np.uint8), out.view(np.float32)
-    half, whole = np.float32(_HALVED), np.empty(_GROUP, np.uint8)
+    half, whole, one = np.float32(_HALVED), np.empty(_GROUP, np.uint8), np.empty(1, np.uint32)
     for group in range(len(out) // words):
-        start, stop = group * _GROUP, min(group * _GROUP + _GROUP, len(x))
-        scale, factor = _scale(x, bits, start, stop, levels)
+        part = x[group * _GROUP : group * _GROUP + _GROUP]
+        sizes, largest = bits[group * _GROUP : group * _GROUP + _GROUP], np.uint32(0)
+        for i in range(len(sizes)):  # bits of |x| as whole numbers have the order of |x|, with NaN above all
+            size = np.uint32(sizes[i] & np.uint32(0x7FFFFFFF))
+            largest = size if size > largest else largest
+        scale, factor = _scale(largest, levels, one)
         scales[group * words] = scale
         whole[:] = np.uint8(8)
         if factor != np.float32(0.0):
-            for i in range(stop - start):
-                whole[i] = np.uint8(np.int32((x[start + i] * factor + half) - half) + np.int32(8))
+            for i in range(len(part)):
+                whole[i] = np.uint8(np.int32((part[i] * factor + half) - half) + np.int32(8))
         row = rows[4 * group * words + 4 :]
         for i in range(_GROUP // 2):
             row[i] = whole[2 * i] | whole[2 * i + 1] << np.uint8(4)
@@ -105,27 +122,78 @@ def _read_scale(body: Any, place: int, one: Any) -> Any:
 
 @_compiled
 def _unpack_int8(body: Any, out: Any) -> None:
-    one = np.empty(1, np.uint32)
+    one, bytes_ = np.empty(1, np.uint32), body.view(np.int8)
     for group in range((len(out) + _GROUP - 1) // _GROUP):
-        start, place = group * _GROUP, group * (4 + _GROUP)
-        scale, row = _read_scale(body, place, one), body[place + 4 :]
-        for i in range(min(_GROUP, len(out) - start)):
-            out[start + i] = np.float32(np.int8(row[i])) * scale
+        place, part = group * (4 + _GROUP), out[group * _GROUP : group * _GROUP + _GROUP]
+        scale, row = _read_scale(body, place, one), bytes_[place + 4 : place + 4 + _GROUP]
+        for i in range(len(part)):
+            part[i] = np.float32(row[i]) * scale
 
 
 @_compiled
 def _unpack_int4(body: Any, out: Any) -> None:
-    one = np.empty(1, np.uint32)
+    one, whole = np.empty(1, np.uint32), np.empty(_GROUP, np.int8)
     for group in range((len(out) + _GROUP - 1) // _GROUP):
-        start, place = group * _GROUP, group * (4 + _GROUP // 2)
-        scale, row, count = _read_scale(body, place, one), body[place + 4 :], min(_GROUP, len(out) - start)
-        part = out[start : start + count]
-        for i in range(count // 2):
-            pair = np.int32(row[i])
-            part[2 * i] = np.float32((pair & np.int32(15)) - np.int32(8)) * scale
-            part[2 * i + 1] = np.float32((pair >> np.int32(4)) - np.int32(8)) * scale
-        if count % 2:
-            part[count - 1] = np.float32((np.int32(row[count // 2]) & np.int32(15)) - np.int32(8)) * scale
+        place, part = group * (4 + _GROUP // 2), out[group * _GROUP : group * _GROUP + _GROUP]
+        scale = _read_scale(body, place, one)
+        row = body[place + 4 : place + 4 + _GROUP // 2]
+        for i in range(len(row)):
+            whole[2 * i] = np.int8(row[i] & np.uint8(15)) - np.int8(8)
+            whole[2 * i + 1] = np.int8(row[i] >> np.uint8(4)) - np.int8(8)
+        for i in range(len(part)):
+            part[i] = np.float32(whole[i]) * scale
+
+
+@_compiled
+def _add_int8(body: Any, weight: Any, out: Any) -> None:
+    one, bytes_ = np.empty(1, np.uint32), body.view(np.int8)
+    for group in range((len(out) + _GROUP - 1) // _GROUP):
+        place, part = group * (4 + _GROUP), out[group * _GROUP : group * _GROUP + _GROUP]
+        scale, row = _read_scale(body, place, one), bytes_[place + 4 : place + 4 + _GROUP]
+        for i in range(len(part)):
+            part[i] += np.float32(row[i]) * scale * weight
+
+
+@_compiled
+def _add_int4(body: Any, weight: Any, out: Any) -> None:
+    one, whole = np.empty(1, np.uint32), np.empty(_GROUP, np.int8)
+    for group in range((len(out) + _GROUP - 1) // _GROUP):
+        place, part = group * (4 + _GROUP // 2), out[group * _GROUP : group * _GROUP + _GROUP]
+        scale = _read_scale(body, place, one)
+        row = body[place + 4 : place + 4 + _GROUP // 2]
+        for i in range(len(row)):
+            whole[2 * i] = np.int8(row[i] & np.uint8(15)) - np.int8(8)
+            whole[2 * i + 1] = np.int8(row[i] >> np.uint8(4)) - np.int8(8)
+        for i in range(len(part)):
+            part[i] += np.float32(whole[i]) * scale * weight
+
+
+@_compiled
+def _squares_int8(body: Any, numel: int) -> Any:
+    one, bytes_, total = np.empty(1, np.uint32), body.view(np.int8), np.float64(0.0)
+    for group in range((numel + _GROUP - 1) // _GROUP):
+        place, count, squares = group * (4 + _GROUP), min(_GROUP, numel - group * _GROUP), np.int64(0)
+        scale, row = np.float64(_read_scale(body, place, one)), bytes_[place + 4 : place + 4 + count]
+        for i in range(len(row)):
+            squares += np.int32(row[i]) * np.int32(row[i])
+        total += scale * scale * squares
+    return total
+
+
+@_compiled
+def _squares_int4(body: Any, numel: int) -> Any:
+    one, whole, total = np.empty(1, np.uint32), np.empty(_GROUP, np.int8), np.float64(0.0)
+    for group in range((numel + _GROUP - 1) // _GROUP):
+        place, count, squares = group * (4 + _GROUP // 2), min(_GROUP, numel - group * _GROUP), np.int64(0)
+        scale = np.float64(_read_scale(body, place, one))
+        row = body[place + 4 : place + 4 + _GROUP // 2]
+        for i in range(len(row)):
+            whole[2 * i] = np.int8(row[i] & np.uint8(15)) - np.int8(8)
+            whole[2 * i + 1] = np.int8(row[i] >> np.uint8(4)) - np.int8(8)
+        for i in range(count):
+            squares += np.int32(whole[i]) * np.int32(whole[i])
+        total += scale * scale * squares
+    return total
 
 
 # -- four means a group, and the largest of a chunk: `means` and `sparse` ----------------------------------------------

@@ -6,6 +6,7 @@ fp32 product, which has the same bits on every machine. Per-block absmax needs n
 (arXiv 2505.23725, section 4). torch is imported inside functions, because the cost forecast needs only sizes.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.codecs import plain
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 GROUP = 128  # elements that share a scale, which so costs a quarter of a bit each
 _SCALE = 4  # bytes of a scale
+_LARGEST_SQUARES = 1e76  # the sum of squares of numbers of which none is near the largest fp32 number
 _SMALLEST = 2.0**-126  # normal fp32 number: products with smaller scales depend on a CPU's flush-to-zero mode
 
 
@@ -82,6 +84,35 @@ def unpack_int4(body: "torch.Tensor", numel: int) -> "torch.Tensor":
     pairs = (pairs | pairs << 4) & 0x0F0F
     nibbles = little_endian(pairs.view(torch.uint8).view(-1), torch.int16).view(torch.int8).view(len(rows), GROUP)
     return nibbles.sub_(8).to(torch.float32).mul_(scales).view(-1)[:numel]
+
+
+def add_int8(body: "torch.Tensor", weight: float, target: "torch.Tensor") -> None:
+    _add(body, 127, weight, target)
+
+
+def add_int4(body: "torch.Tensor", weight: float, target: "torch.Tensor") -> None:
+    _add(body, 7, weight, target)
+
+
+def _add(body: "torch.Tensor", levels: int, weight: float, target: "torch.Tensor") -> None:
+    fast = plain.compiled()
+    assert fast is not None, "`Encoded.adds` was asked"
+    fast.add(body, levels, weight, target)
+
+
+def squares_int8(body: "torch.Tensor", numel: int) -> float | None:
+    return _squares(body, numel, 127)
+
+
+def squares_int4(body: "torch.Tensor", numel: int) -> float | None:
+    return _squares(body, numel, 7)
+
+
+def _squares(body: "torch.Tensor", numel: int, levels: int) -> float | None:
+    """The sum of squares of all elements, from the encoded form; None without numba, or if one may not be finite."""
+    fast = plain.compiled()
+    found = math.inf if fast is None else fast.squares(body, numel, levels)
+    return found if found < _LARGEST_SQUARES else None
 
 
 def _quantized(values: "torch.Tensor", levels: int) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -51,15 +51,6 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class EncodedBlock:
-    """A block of a vector's elements in encoded form, with the values that they decode to."""
-
-    data: memoryview  # may share memory with the tensor that was encoded
-    values: "torch.Tensor"  # (n,) float32, decoded from `data`, whose memory they may share; not for writing
-    measure: Measure  # of these values
-
-
-@dataclass(frozen=True)
 class Codec:
     """A named encoding of flat CPU fp32 tensors in groups of elements, whose bytes depend on no other group."""
 
@@ -74,6 +65,10 @@ class Codec:
     feedback: float = 0.0
     sparse: bool = False  # whether an element that was not sent decodes to 0
     fine: str = ""  # codec of embeddings, norms and heads (`fine_parameters`) in such a run; empty: this one
+    # Where numba is installed: adds the values of uint8, times a weight, to (n,) float32. None: decode and add.
+    add: "Callable[[torch.Tensor, float, torch.Tensor], None] | None" = None
+    # uint8, n -> the sum of squares of the values, from the encoded form; None: decode and sum.
+    squares: "Callable[[torch.Tensor, int], float | None]" = lambda body, numel: None
 
     def __post_init__(self) -> None:
         if LARGEST_GROUP % self.group:
@@ -102,19 +97,42 @@ class Codec:
         """The spans (ranges in one codec each) of a vector of `numel` elements, without empty ones, in order."""
         return _spans(self, _lengths(numel, fine if self.fine else ()))
 
-    def encode_block(self, values: "torch.Tensor") -> EncodedBlock:
+    def encode_block(self, values: "torch.Tensor") -> "EncodedBlock":
         """Encode elements of a vector, (n,) float32 on the CPU: whole groups, except at the end of the vector."""
-        data, decoded = self.rounded(values)
-        return EncodedBlock(data, decoded, _measured(decoded))
+        return EncodedBlock(self, self.pack(values), values.numel())
 
-    def rounded(self, values: "torch.Tensor") -> "tuple[memoryview, torch.Tensor]":
-        """The bytes that `encode_block` returns for `values`, and the values that they decode to; the error is not
-        measured.
-        """
+    def measured(self, body: "torch.Tensor", numel: int) -> Measure:
+        """Norm and number of non-finite values of `numel` encoded elements, whole groups except at the end."""
         import torch
 
-        data = self.pack(values)
-        return data.numpy().data, self.unpack(data, values.numel()).to(torch.float32)
+        squares = self.squares(body, numel)
+        return _measured(self.unpack(body, numel).to(torch.float32)) if squares is None else Measure(0, squares)
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """A block of `numel` elements of a vector in encoded form."""
+
+    codec: Codec
+    body: "torch.Tensor"  # uint8; may share memory with the tensor that was encoded
+    numel: int
+
+    @property
+    def data(self) -> memoryview:
+        """The encoded bytes, which share the memory of `body`."""
+        return self.body.numpy().data
+
+    @property
+    def values(self) -> "torch.Tensor":
+        """(n,) float32, decoded; they may share the memory of `body`, and must not be written to."""
+        import torch
+
+        return self.codec.unpack(self.body, self.numel).to(torch.float32)
+
+    @property
+    def measure(self) -> Measure:
+        """Norm and finiteness of the values."""
+        return self.codec.measured(self.body, self.numel)
 
 
 @dataclass(frozen=True)
@@ -153,8 +171,28 @@ CODECS = {
     for codec in (
         Codec("fp32", 1, 1, lambda n: 4 * n, plain.pack_fp32, plain.unpack_fp32),
         Codec("bf16", 2, 1, lambda n: 2 * n, plain.pack_bf16, plain.unpack_bf16),
-        Codec("int8", 3, scaled.GROUP, scaled.size_int8, scaled.pack_int8, scaled.unpack_int8, 127),
-        Codec("int4", 4, scaled.GROUP, scaled.size_int4, scaled.pack_int4, scaled.unpack_int4, 7),
+        Codec(
+            "int8",
+            3,
+            scaled.GROUP,
+            scaled.size_int8,
+            scaled.pack_int8,
+            scaled.unpack_int8,
+            127,
+            add=scaled.add_int8,
+            squares=scaled.squares_int8,
+        ),
+        Codec(
+            "int4",
+            4,
+            scaled.GROUP,
+            scaled.size_int4,
+            scaled.pack_int4,
+            scaled.unpack_int4,
+            7,
+            add=scaled.add_int4,
+            squares=scaled.squares_int4,
+        ),
         Codec(
             "2bit", 5, means.GROUP, means.size_2bit, means.pack_2bit, means.unpack_2bit, 1, feedback=0.9, fine="int8"
         ),
@@ -251,6 +289,19 @@ class Encoded:
         for first in range(start, stop, max(1, together)):
             yield from self._unpacked(first, min(first + together, stop)).split(longest)
 
+    @property
+    def adds(self) -> bool:
+        """Whether `add_to` can be called: it takes less time than to decode elements and add them."""
+        return plain.compiled() is not None and len(self._spans) == 1 and self._codec.add is not None
+
+    def add_to(self, target: "torch.Tensor", start: int, weight: float) -> None:
+        """Add elements from `start` on, where a group begins, each times `weight`, to `target`, (n,) float32.
+
+        Product and sum are each rounded to float32.
+        """
+        assert self._codec.add is not None and start % self._codec.group == 0
+        self._codec.add(self._body[self._codec.body_size(start) :], weight, target)
+
     def _unpacked(self, start: int, stop: int) -> "torch.Tensor":
         import torch
 
@@ -292,9 +343,9 @@ class Encoded:
         for span in self._spans:
             for start in range(span.start, span.stop, _PIECE):
                 stop = min(start + _PIECE, span.stop)
-                ends = (span.place + span.codec.body_size(each - span.start) for each in (start, stop))
-                passing(body[slice(*ends)])
-                found += _measured(self.values(start, stop))
+                first, last = (span.place + span.codec.body_size(each - span.start) for each in (start, stop))
+                passing(body[first:last])
+                found += span.codec.measured(self._body[first:last], stop - start)
         return found
 
 

@@ -35,9 +35,9 @@ _NOTICED_WITHIN = 15  # rounds, for `GuardConfig.notice_drop`
 class SequentialGuard(GuardRule):
     """Halts on non-finite or sinking held-out scores, on a training metric that outruns them, and on KL drift.
 
-    The state is JSON of 3 to 5 KB whatever the run's length, and names the rule and its settings. With `vault_sigmas`
-    an alarm about held-out score or training metric halts only if the next round's scores on the confirmation set
-    (`Evidence.vault`) confirm it (`guard.vault`).
+    The state is JSON of 6 to 12 KB (4 to 32 replicas) whatever the run's length, and names the rule and its settings.
+    With `vault_sigmas` an alarm about held-out score or training metric halts only if the next round's scores on the
+    confirmation set (`Evidence.vault`) confirm it (`guard.vault`).
     """
 
     name: ClassVar[str] = "sequential-v4"

@@ -1,19 +1,18 @@
 """`SequentialV3`: the rule "sequential-v3", by which runs that began before "sequential-v4" go on to be judged.
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
-It differs from `SequentialGuard` in this: bursts of noise only count as the noise of some 32 rounds does; a best level
-is the best of all rounds, also after a climb; steps of few items are falls; early collapse compares the first base
-too; no share is left out of the mean.
+It differs from `SequentialGuard` in this: bursts of noise only count as the noise of some 32 rounds does; steps of few
+items are falls; early collapse compares the first base too; no share is left out of the mean.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.channels.early import EarlyCollapse
-from diloco_orchestrator.guard.channels.falls import BestLevel, Falls
+from diloco_orchestrator.guard.channels.falls import Falls
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import Noise
-from diloco_orchestrator.guard.channels.outliers import FallingShares
+from diloco_orchestrator.guard.channels.outliers import NAMED, FallingShares
 from diloco_orchestrator.guard.sequential import SequentialGuard
 
 
@@ -23,17 +22,6 @@ class SteadyNoise(Noise):
 
     def present(self) -> float:
         return self.bend
-
-
-@dataclass
-class BestOfAll(BestLevel):
-    """`BestLevel` as the best of all rounds so far. Stored state: 12 numbers."""
-
-    def _block(self, level: float, model: int, noise: Noise) -> list[Any]:
-        return [level, noise.bend, model]
-
-    def _rounds(self, block: list[Any], sigma: float, noise: Noise) -> int:
-        return noise.count
 
 
 @dataclass
@@ -61,10 +49,10 @@ class AllShares(FallingShares):
     LEAVES_OUT: ClassVar[bool] = False
 
     def state(self) -> Any:
-        return super().state()[:-2]
+        return super().state()[:-4]
 
-    def _is_worse(self, share: str, gain: float) -> bool:
-        return True
+    def _is_worse(self, share: str) -> bool:
+        return self.drift[share] < -NAMED * self.spread
 
 
 @dataclass
@@ -73,7 +61,6 @@ class V3Channels(MetricChannels):
 
     noise: Noise = field(default_factory=SteadyNoise)
     gap_noise: Noise = field(default_factory=SteadyNoise)
-    best: BestLevel = field(default_factory=BestOfAll)
     falls: Falls = field(default_factory=AnyFalls)
     early: EarlyCollapse = field(default_factory=CollapseFromFirst)
     shares: FallingShares = field(default_factory=AllShares)

@@ -26,7 +26,8 @@ _WORSE = 0.2  # sigmas by which it may raise them less than the scorer's own
 # thousand rounds in the mean to get there for a stranger that does train (Lorden 1971).
 DEALT_LIMIT = math.log(1000.0)
 _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
-_AGAIN = 0.08  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
+_AGAIN = 0.1  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
+_AGAIN_ALONE = 0.08  # likewise, where nobody has compared them with contributions of others
 _PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
 _AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
@@ -122,14 +123,20 @@ def fold_strangers(
 def repetition_of(scores: Sequence[WorkScore]) -> float:
     """The evidence of one round that a stranger repeats itself: from -3 to 3.
 
-    By how much its contribution is more like its last one than the scorers' own are like theirs, beyond what is usual:
-    ten for each unit of the cosine. A constant direction in all of somebody's work shows so, and a payload sent again;
-    noise of training is new in each round, and what all replicas still have to learn is in the scorers' own as well.
+    By how much its contribution is more like its last one than the scorers' own are like theirs, and less like the
+    scorers' last ones than these are like each other, beyond what is usual: ten for each unit of a cosine. A constant
+    direction in all of somebody's work shows in the first, and against others in the second, because they pull the
+    model back; a payload sent again shows too. Noise of training is new in each round, and what all replicas still have
+    to learn is in the scorers' own as well. To be more like others than usual excuses nothing.
     """
-    excess = median(
-        each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None
-    )
-    return max(min(_PER_COSINE * (excess - _AGAIN), _MOST_EVIDENCE), -_MOST_EVIDENCE)
+    own = [each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None]
+    others = [
+        each.like_other - each.like_own for each in scores if each.like_other is not None and each.like_own is not None
+    ]
+    excess, allowed = median(own), _AGAIN_ALONE
+    if 2 * len(others) > len(scores):
+        excess, allowed = excess + max(median(others), 0.0), _AGAIN
+    return max(min(_PER_COSINE * (excess - allowed), _MOST_EVIDENCE), -_MOST_EVIDENCE)
 
 
 def _add(sums: dict[str, float], name: str, value: float, limit: float, out: set[str]) -> None:

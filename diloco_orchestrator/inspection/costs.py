@@ -7,10 +7,9 @@ matter. `supervision` enforces cost limits.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from diloco_orchestrator.allreduce.dealing import (
     average_codec_of,
@@ -235,8 +234,8 @@ class RoundForecast:
     traffic_usd: float | None  # if every byte leaves the cloud of the bucket
     at_least: bool = False  # whether embeddings, norms and heads add bytes, because they travel in more bits
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+_BYTES_OF_MOMENTS = 8  # a parameter, of AdamW in fp32: most of a saved state
 
 
 def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
@@ -259,7 +258,8 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         size, scattered = sum(map(codec.encoded_size, lengths)), path == "scatter_reduce"
     shards = max(1, len(lengths))
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
-    saved = states * (1 + shards * (codec.feedback > 0))  # with residuals
+    pieces = -(-_BYTES_OF_MOMENTS * (parameters or 0) // (config.shard_mib * 2**20))
+    saved = states * ((1 if pieces <= 1 else pieces + 1) + shards * (codec.feedback > 0))  # with residuals
     beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
     seldom = round_s / pace.seldom_read_s(round_s)
     listings, polls = _while_waiting(config, round_s)

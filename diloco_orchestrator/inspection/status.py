@@ -17,7 +17,7 @@ from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
 from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run, Start
-from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words
+from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words, sign_of
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -237,8 +237,8 @@ class RunReader:
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
         """The model that commands use if the user names no round, according to the commits read so far."""
-        found, sign = default_base(self.log, self._bases, begins), _sign(self.log)
-        score, newest = (None if each is None else sign * each for each in (found.score, found.newest_score))
+        found = default_base(self.log, self._bases, begins)
+        score, newest = self._as_measured(found.score), self._as_measured(found.newest_score)
         return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
 
     def _begin(self, leg: int) -> Begin:
@@ -327,23 +327,21 @@ class RunReader:
         return [self._attempt(replica_id, attempt) for replica_id in numbers for attempt in numbers[replica_id]]
 
     def heldout_of_base(self, round_: int) -> float | None:
-        """The held-out score of the base after a round, from the commit that scored it; None if none did."""
-        base, leg = 0, 1
-        for commit, row in NewRows(self.log).with_commits():
-            if commit.leg != leg:
-                leg, base = commit.leg, self._begin(commit.leg).from_round
-            if base == round_ and row.heldout is not None:
-                return row.heldout
-            base = commit.round if commit.applied else base
-        return None
+        """The held-out score of the base after a round, with the metric's own sign; None if no commit scored it."""
+        self.rows()
+        return self._as_measured(self._bases.scores.score(round_))
 
     def best_scored(self) -> int | None:
         """The round whose base has the best held-out score of all to resume from; None if none is scored."""
-        folded, begins = DefaultBases(), self.log.begins()
-        for commit in self.commits():
-            folded.add(commit, begins[commit.leg - 1])
-        best = folded.scores.best(folded.bases(begins))
-        return None if folded.scores.score(best) is None else best
+        self.rows()
+        best = self._bases.scores.best(self._bases.bases(self.log.begins()))
+        return None if self._bases.scores.score(best) is None else best
+
+    def _as_measured(self, score: float | None) -> float | None:
+        """A held-out score of the log with the metric's own sign; None for None."""
+        start = self.log.start()
+        heldout = start.record.heldout if start else None
+        return None if score is None or heldout is None else sign_of(heldout) * score
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -454,7 +452,7 @@ def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> Round
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
         reward=figures.reward,
-        heldout=None if value is None else _sign_of(scored) * value,
+        heldout=None if value is None or scored is None else sign_of(scored) * value,
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,
@@ -486,16 +484,6 @@ def judgements(commit: Commit) -> dict[int, str]:
     for each in commit.figures.disagreeing if commit.figures else ():
         found[each.replica_id] = f"left out of round {each.round}: {each.reason}"
     return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}
-
-
-def _sign(run_log: RunLog) -> float:
-    start = run_log.start()
-    return _sign_of(start.record.heldout if start else None)
-
-
-def _sign_of(heldout: HeldoutSet | None) -> float:
-    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
-    return 1.0 if heldout is not None and heldout.metric == "reward" else -1.0
 
 
 def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:

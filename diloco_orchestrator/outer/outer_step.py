@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.mean import LeftOut, Part, ShardBlocks
+from diloco_orchestrator.allreduce.mean import Aggregate, LeftOut, Part, ShardBlocks
 from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.threads import in_threads, ranges
-from diloco_orchestrator.allreduce.vectors import BLOCK, aligned
+from diloco_orchestrator.allreduce.vectors import aligned
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
@@ -65,7 +65,7 @@ def average_and_step(
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
     left_out: list[LeftOut] | None = None,
-    averages: Sequence[torch.Tensor] | None = None,
+    averages: Aggregate | None = None,
 ) -> Mapping[str, torch.Tensor]:
     """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
@@ -81,24 +81,21 @@ def average_and_step(
         aggregate: one of `allreduce.aggregate.AGGREGATES`; with `adapters` the mean.
         codec: in which the average is encoded and decoded again (`Commit.average_codec`); None, as always with
             `adapters`: it is not.
-        averages: the average of each shard, float32, if already computed; None: they are computed here. Those of other
-            ranks' shards are not read.
+        averages: the average, if it is computed already; None: it is computed here. Other ranks' shards of it are not
+            read.
         left_out: list to which contributions that the aggregate leaves out are appended.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
-    shards = base.own_shards(fragment)
-    kept = list(averages or ())
-    for index, shard in shards if averages is not None else ():
-        step_in_threads(shard, functools.partial(_blocks_of, kept[index]), outer)
-    if averages is None:
+    shards, average = base.own_shards(fragment), averages
+    if average is None:
         parts = [part_of(manifest, weight, read) for manifest, weight in named]
         average = aggregate_of(aggregate, parts, [len(shard.parameters) for shard in base.shards(fragment)], codec)
-        kept = [held(len(shard.parameters), "the average") for _, shard in shards] if keep_average else []
-        for index, shard in shards:
-            step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
-        if left_out is not None:
-            left_out += average.left_out
+    kept = [held(len(shard.parameters), "the average") for _, shard in shards] if keep_average else []
+    for index, shard in shards:
+        step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
+    if left_out is not None:
+        left_out += average.left_out
     return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
 
 
@@ -125,11 +122,6 @@ def _with_adapters(
         contributions.append(LocalFactors(weight, NamedVector(shapes, decoded)))
     step_residuals(base, adapters, before, average, contributions, outer)
     return average
-
-
-def _blocks_of(average: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Elements [start, stop) of an average that is in memory, as one block."""
-    return iter(average[start:stop].split(BLOCK))
 
 
 def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

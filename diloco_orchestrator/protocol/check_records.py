@@ -60,6 +60,10 @@ class WorkScore(Part):
     # own last one; None: there is none, or one is zero.
     again: float | None = Field(default=None, ge=-1.0, le=1.0)
     again_own: float | None = Field(default=None, ge=-1.0, le=1.0)
+    # Cosine of the contribution to the scorer's own last one, and that of the scorer's own to the last one of another
+    # launched replica: how alike two replicas' contributions are. None: likewise.
+    like_own: float | None = Field(default=None, ge=-1.0, le=1.0)
+    like_other: float | None = Field(default=None, ge=-1.0, le=1.0)
 
 
 class DealtScore(Part):

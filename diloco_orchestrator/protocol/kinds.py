@@ -1,11 +1,10 @@
 """All kinds of JSON records of a run: schema, keys, who may write one, and the most bytes that readers accept of one.
 
-docs/reference/protocol.md, section 2, prints the table, and `run_log.writer` enforces who writes. Objects in the bucket
+docs/reference/protocol.md, section 2, has the table, and `run_log.writer` enforces who writes. Objects in the bucket
 are not signed, so readers check authorship by other rules (`run_log.attempts.Authors`).
 """
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,13 +62,6 @@ class Kind:
     def has(self, key: str) -> bool:
         """Whether `key` is a key of this kind of record."""
         return any(form.parse(key) is not None for form in self.forms)
-
-    def row(self) -> str:
-        """This kind of record as a line of the table in docs/reference/protocol.md."""
-        texts = (form.text.replace("<job>", "dl-<run>-r<id>-a<attempt>") for form in self.forms)
-        forms = " or ".join(f"`{text}`" for text in texts)
-        writers = ", ".join("its attempt" if self.by_itself else role for role in self.writers)
-        return f"| {self.record.__name__} | {forms} | {writers or 'earlier versions'} | {self.most_bytes // MIB} MiB |"
 
 
 _FIELDS = {"id": "replica_id", "version": "take"}  # of records, where parts of keys have other names
@@ -139,10 +131,3 @@ def most_bytes(key: str) -> int:
         return 256 * MIB  # the commits or manifests of 100 rounds, which are parsed one by one
     kind = kind_at(key)
     return MIB if kind is None else kind.most_bytes
-
-
-def table() -> Iterator[str]:
-    """The lines of the table of records in docs/reference/protocol.md."""
-    yield "| record | key | written by | at most |"
-    yield "|---|---|---|---|"
-    yield from (kind.row() for kind in KINDS)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_orchestrator.errors import ConfigError, nearest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
-from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundMetrics
+from diloco_orchestrator.protocol.records import Contribution, Disagreeing, HeldoutSet, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
 
 
@@ -127,3 +127,8 @@ def mean_of(values: Iterable[float]) -> float | None:
         return math.fsum(finite) / len(finite)
     except OverflowError:  # a sum of numbers that replicas made up
         return math.fsum(value / len(finite) for value in finite)
+
+
+def sign_of(heldout: HeldoutSet) -> float:
+    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
+    return -1.0 if heldout.metric == "loss" else 1.0

@@ -120,14 +120,11 @@ def why_void(commit: Commit, config: RunConfig) -> str:
     return ""
 
 
-def as_read(commit: Commit, config: RunConfig) -> Commit:
-    """`commit` itself, or if its weights make it void, the commit in its place that averages nobody and keeps the base.
+def averaging_nobody(commit: Commit, why: str) -> Commit:
+    """The commit in place of one whose weights make it void, for the reason `why`: it averages nobody, the base stays.
 
     Its stop, guard state and list of replicas that the next round waits for still count.
     """
-    why = why_void(commit, config)
-    if not why:
-        return commit
     return commit.model_copy(
         update={
             "answers": tuple(answer.model_copy(update={"averaged": False}) for answer in commit.answers),

@@ -11,7 +11,7 @@ from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.void_commits import no_commit
-from diloco_orchestrator.protocol.weights import as_read, why_void
+from diloco_orchestrator.protocol.weights import averaging_nobody, why_void
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,10 @@ class CommitEntry:
     def of(cls, commit: Commit, sha256: str, config: RunConfig) -> Self:
         """The entry of a commit whose bytes have digest `sha256`. `config`: of the run, which fixes the weights."""
         void = why_void(commit, config)
-        if void:
-            log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
-        return cls(as_read(commit, config), sha256, commit, void)
+        if not void:
+            return cls(commit, sha256, commit)
+        log.warning("round %d: its commit is void and averages nobody: %s", commit.round, void)
+        return cls(averaging_nobody(commit, void), sha256, commit, void)
 
     @classmethod
     def of_no_commit(cls, round_: int, sha256: str, why: str) -> Self:

@@ -65,7 +65,6 @@ from diloco_orchestrator.store.retrying import without_read_back
 
 T = TypeVar("T")
 
-MODEL = "model.safetensors"
 MOMENTUM, BASE = "momentum.", "base."  # before the names in the outer file
 
 log = logging.getLogger(__name__)
@@ -248,7 +247,6 @@ def write_snapshot(
     files: ModelFiles,
     stamp: Stamp,
     limit: int = OBJECT_LIMIT,
-    known: Mapping[str, FileInfo] | None = None,
     by: int | None = None,
 ) -> str | None:
     """Write the snapshot of `base` with digest `digest`; returns its version, or None if `base` changed meanwhile.
@@ -261,7 +259,6 @@ def write_snapshot(
 
     Args:
         limit: bytes of the largest file.
-        known: files that exist and hold this base, as the caller wrote or read them; not read again.
         by: the replica that writes; None for a process that is no replica.
     """
     planned = files.planned(base, limit)
@@ -269,7 +266,7 @@ def write_snapshot(
     if round_ and is_signed(store):
         takes.append(keys.unforeseen_take(stamp.unforeseen()))
     for take in takes:
-        infos = _write_take(store, round_, take, planned, known or {}, base.owners)
+        infos = _write_take(store, round_, take, planned, base.owners)
         if infos is None:
             log.warning(
                 "%s has other files than this snapshot of base %s", keys.snapshot(round_, "", take), digest[:12]
@@ -295,22 +292,20 @@ def _write_take(
     round_: int,
     take: str,
     planned: Sequence[SnapshotFile],
-    known: Mapping[str, FileInfo],
     owners: Owners,
 ) -> dict[str, FileInfo] | None:
     """Write or complete the files of one snapshot version. None if it has other files, or files with other bytes.
 
     The first base has one version: a foreign file there stays, but has another digest than the record will name, so
-    that nobody loads it. `known`: the model's files; the first created ones count.
+    that nobody loads it.
     """
     existing, names = existing_files(store, round_, take), {each.name for each in planned}
     foreign = existing - names - {keys.SNAPSHOT_RECORD}
     if foreign and round_:
         log.warning("%s is no file of this model's snapshots", keys.snapshot(round_, min(foreign), take))
         return None
-    infos = dict(known)
-    in_order = sorted(planned, key=lambda each: each.name not in existing)
-    for group in in_groups([each for each in in_order if each.name not in infos], owners):
+    infos: dict[str, FileInfo] = {}
+    for group in in_groups(sorted(planned, key=lambda each: each.name not in existing), owners):
         args = [(store, keys.snapshot(round_, each.name, take), each.name in existing) for each in group]
         for each, (info, ours) in zip(group, with_bytes(owners, group, _write_file, args), strict=True):
             infos[each.name] = info

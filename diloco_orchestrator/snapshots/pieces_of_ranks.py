@@ -26,28 +26,30 @@ class PiecesOfRanks:
     ranges: Mapping[str, Sequence[tuple[int, int, int, int]]]
     pieces: Mapping[str, torch.Tensor]
 
-    def parts(self, name: str, reader: int) -> Iterator[torch.Tensor]:
+    def parts(self, name: str, reader: int, first: int = 0, last: int | None = None) -> Iterator[torch.Tensor]:
         """In the rank `reader`: the flat numbers of a tensor in order, on the CPU, in parts; elsewhere nothing.
 
-        Every rank calls it at the same time, in a task of `Owners.each`, and iterates to the end.
+        Every rank calls it at the same time, in a task of `Owners.each`, and iterates to the end. `first`, `last`: of
+        the elements [first, last) alone.
         """
         ranges, dtype = self.ranges[name], self.pieces[name].dtype
         starts, numel = [each[0] for each in ranges], ranges[-1][1] if ranges else 0
-        for low in range(0, numel, _PART):
-            high = min(low + _PART, numel)
+        stop = numel if last is None else last
+        for low in range(first, stop, _PART):
+            high = min(low + _PART, stop)
             within = ranges[bisect.bisect_right(starts, low) - 1 : bisect.bisect_left(starts, high)]
             part = torch.empty(high - low if self.owners.rank == reader else 0, dtype=dtype, device="cpu")
             for holder in sorted({holder for _, _, holder, _ in within}):
                 cut = [
-                    (max(start, low), min(stop, high), at + max(low - start, 0))
-                    for start, stop, rank, at in within
+                    (max(begin, low), min(end, high), at + max(low - begin, 0))
+                    for begin, end, rank, at in within
                     if rank == holder
                 ]
-                count, at = sum(stop - start for start, stop, _ in cut), 0
+                count, at = sum(end - begin for begin, end, _ in cut), 0
                 for values in moved(self.owners, holder, reader, count, dtype, partial(self._cut, name, cut)):
-                    for start, stop, _ in cut:
-                        part[start - low : stop - low] = values[at : at + stop - start]
-                        at += stop - start
+                    for begin, end, _ in cut:
+                        part[begin - low : end - low] = values[at : at + end - begin]
+                        at += end - begin
             if self.owners.rank == reader:
                 yield part
 
@@ -72,6 +74,15 @@ def _digests(pieces: PiecesOfRanks, names: Sequence[str]) -> dict[str, BulkDiges
         if reader == pieces.owners.rank:
             found[name] = hasher.digest()
     return found
+
+
+@dataclass(frozen=True)
+class TensorInRanks:
+    """A tensor of which each rank holds a piece: its name in `pieces`, dtype and shape."""
+
+    pieces: PiecesOfRanks
+    name: str
+    spec: TensorSpec
 
 
 @dataclass(frozen=True)

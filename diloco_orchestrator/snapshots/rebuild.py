@@ -138,11 +138,6 @@ class BaseComparison:
     shards: Rebuilt  # in every rank its own
     owners: Owners = ALONE
 
-    @property
-    def differing(self) -> list[tuple[int, int]]:
-        """The shards of this process that differ from the base in memory, as (fragment, index)."""
-        return sorted(self.shards.differing)
-
     def correct(self, base: Base) -> None:
         """Overwrite the differing shards of `base`, the one that was compared, with the rebuilt ones."""
         self.owners.each(Rebuilt.correct, self.shards, base)

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,6 +131,11 @@ def buffers(tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] =
     """The bytes of a safetensors file in order: its header, then the memory of the tensors themselves, uncopied."""
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
     return [_head(specs, metadata), *(memory_of(tensors[name]) for name in _order(specs))]
+
+
+def header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, TensorSpec]]:
+    """The header of the safetensors file with these tensors and metadata, and the tensors in the order of the file."""
+    return _head(specs, metadata), {name: specs[name] for name in _order(specs)}
 
 
 def memory_of(tensor: "torch.Tensor") -> memoryview:
@@ -332,20 +337,3 @@ class _Stream:
         if piece is None:
             raise RecordInvalid(f"{self._where} is no safetensors file: it ends before its header says.")
         return piece
-
-
-def pieces(buffers: Sequence[bytes | memoryview], limit: int) -> Iterator[bytes]:
-    """The bytes of `buffers`, one after another, as pieces of `limit` bytes; the last one may be shorter."""
-    piece: list[bytes | memoryview] = []
-    room = limit
-    for buffer in buffers:
-        rest = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
-        while len(rest):
-            piece.append(rest[:room])
-            room -= len(piece[-1])
-            rest = rest[len(piece[-1]) :]
-            if not room:
-                yield b"".join(piece)
-                piece, room = [], limit
-    if piece:
-        yield b"".join(piece)

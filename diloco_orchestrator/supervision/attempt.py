@@ -2,8 +2,7 @@
 
 `ReplicaView` tracks one replica through its attempts of a leg (start or resume to stop). Pure: the time is an argument,
 nothing is read or written. `attempt_types` defines states, events and effects, `fleet` performs effects, and
-`fleet_policy` decides which attempt to launch, cancel or give up. `python -m diloco_orchestrator.supervision.attempt`
-prints the diagram in docs/reference/protocol.md.
+`fleet_policy` decides which attempt to launch, cancel or give up. docs/reference/protocol.md has the diagram.
 """
 
 import math
@@ -138,19 +137,6 @@ def advance(state: State, event: Event, now: float, policy: AttemptPolicy) -> St
             "again to supervise it."
         )
     return move.rule(state, event, now, policy)
-
-
-def diagram() -> str:
-    """The transitions between state classes as a Mermaid diagram, for docs/reference/protocol.md."""
-    edges: dict[tuple[str, str], list[str]] = {}
-    for state in STATES:
-        for event in EVENTS:
-            move = MOVES.get((state, event))
-            for to in move.to if move else ():
-                if to is not state:
-                    edges.setdefault((state.__name__, to.__name__), []).append(event.__name__)
-    lines = [f"    {begin} --> {end}: {', '.join(events)}" for (begin, end), events in edges.items()]
-    return "\n".join(["stateDiagram-v2", "    [*] --> Unlaunched", *lines, "    Ended --> [*]", "    GivenUp --> [*]"])
 
 
 # -- how an attempt ended ---------------------------------------------------------------------------------------------
@@ -593,7 +579,3 @@ def _counted(endings: Mapping[Outcome, int], state: State, change: int) -> Mappi
     if not isinstance(state, Ended) or state.outcome is Outcome.SUPERSEDED:
         return endings
     return {**endings, state.outcome: endings.get(state.outcome, 0) + change}
-
-
-if __name__ == "__main__":
-    print(diagram())

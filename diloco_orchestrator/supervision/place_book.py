@@ -7,7 +7,8 @@ remembered by this object alone: a new coordinator tries every place again, and 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from statistics import median
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.executors.places import Places
@@ -41,49 +42,10 @@ from diloco_orchestrator.supervision.record_events import Who
 log = logging.getLogger(__name__)
 
 _PRICES_S = 60.0  # between two questions about prices; executors remember what they asked a provider
-_REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
-_LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 _PATIENCE_S = 600.0  # of an attempt that a provider keeps waiting for a machine
 _REFUSED_S = 60.0  # of one whose launch the provider refuses or cannot answer
 # How an attempt that never trained ends where its place has no machine for it, or a bad one.
 _REFUSALS = (Outcome.NO_CAPACITY, Outcome.ERROR, Outcome.PREEMPTED, Outcome.TIMED_OUT, Outcome.PERMANENT)
-
-
-@dataclass
-class _Seen:
-    """The answers of a place (executor) to launches so far: refusals and machines."""
-
-    rests_until: float = -math.inf
-    times: int = 0  # refusals in a row, those that came while it rested not counted
-    since: float | None = None
-    at: float = -math.inf
-    trained_at: float = -math.inf
-    words: str = ""
-    wastes: bool = False  # whether the newest refusal cost time
-    start_s: float = placing.START_S
-    without_s: float = 0.0  # altogether, until a launch succeeded again
-    returns: int = 0  # how often one did
-
-    def refuse(self, words: str, launched_at: float, now: float) -> None:
-        """Record that an attempt launched at `launched_at` got no machine at the place, or one that never responded."""
-        if launched_at >= self.at:  # otherwise it was asked for before the refusal that is known
-            self.times += 1
-            first_s, longest_s = _REST_S
-            if now - launched_at > first_s:
-                first_s, longest_s = now - launched_at, _LONG_REST_S
-            self.rests_until = now + min(first_s * 2.0 ** (self.times - 1), longest_s)
-            self.wastes = now - launched_at > _REST_S[0]
-        self.since = now if self.since is None else self.since
-        self.at, self.words = now, words
-
-    def give(self, launched_at: float, start_s: float) -> None:
-        """Record that an attempt launched at `launched_at` trains at this place, `start_s` after it got a machine."""
-        self.start_s = start_s
-        if self.since is not None and self.trained_at < launched_at:  # nobody trained there any more
-            self.without_s += max(0.0, launched_at - max(self.since, self.trained_at))
-            self.returns += 1
-        if launched_at >= self.at:
-            self.times, self.since, self.words, self.wastes = 0, None, "", False
 
 
 class PlaceBook:
@@ -106,7 +68,7 @@ class PlaceBook:
         self._places = places
         self.limits = limits_of(config, places.usd_per_hour)
         self._ranks = config.ranks_of(0)
-        self._seen = {name: _Seen() for name in places.places}
+        self._answers = {name: placing.Answers() for name in places.places}
         self._prices: Mapping[str, Price | None] = {}
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
@@ -198,19 +160,24 @@ class PlaceBook:
                     self._queued_at[who] = now
             elif isinstance(state, Alive) and who in self._without_beat:
                 place, launched_at = self._without_beat.pop(who)
-                if place in self._seen:
-                    self._seen[place].give(launched_at, now - self._queued_at.get(who, launched_at))
+                if place in self._answers:
+                    start_s = now - self._queued_at.get(who, launched_at)
+                    self._answers[place] = self._answers[place].given(launched_at, start_s)
             elif isinstance(state, Ended) and state.outcome in _REFUSALS:
                 if who in self._without_beat:
                     self._by_place.add(who)
                 self._refused(who, state.reason, now)
             else:
                 self._without_beat.pop(who, None)
-            if isinstance(state, Alive) and state.beat is not None and view.place in self._seen:
-                self._seen[view.place].trained_at = now
+            if isinstance(state, Alive) and state.beat is not None and view.place in self._answers:
+                self._answers[view.place] = replace(self._answers[view.place], trained_at=now)
         self._by_place &= {view.who for view in views}
         self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
-        others = {name for name, seen in self._seen.items() if seen.since is None and not self._places.offers(name)}
+        others = {
+            name
+            for name, answers in self._answers.items()
+            if answers.refused_since is None and not self._places.offers(name)
+        }
         return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
 
     def opens(self, views: Sequence[ReplicaView]) -> bool:
@@ -224,8 +191,8 @@ class PlaceBook:
     def _refused(self, who: Who, why: str, now: float) -> None:
         """Record that an attempt ends without having trained, if this object launched it."""
         place, launched_at = self._without_beat.pop(who, ("", now))
-        if place in self._seen:
-            self._seen[place].refuse(why, launched_at, now)
+        if place in self._answers:
+            self._answers[place] = self._answers[place].refused(why, launched_at, now)
 
     def _overpay(self, places: Sequence[placing.PlaceView], views: Sequence[ReplicaView], now: float) -> None:
         """Add what each training attempt has cost since the last call beyond its tokens' price at the cheapest."""
@@ -241,7 +208,7 @@ class PlaceBook:
     def _place_views(self, now: float) -> list[placing.PlaceView]:
         if now - self._prices_at >= _PRICES_S:
             self._prices, self._prices_at = prices_of(self._places, self._ranks), now
-        return place_views(self._places, self._prices, self._speeds.measured(), self._seen)
+        return place_views(self._places, self._prices, self._speeds.measured(), self._answers)
 
 
 def limits_of(config: RunConfig, usd_per_hour: float | None) -> placing.Limits:
@@ -253,35 +220,43 @@ def place_views(
     places: Places,
     prices: Mapping[str, Price | None],
     measured: Mapping[str, float],
-    seen: Mapping[str, _Seen] | None = None,
+    answers: Mapping[str, placing.Answers] | None = None,
 ) -> list[placing.PlaceView]:
     """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
 
-    `seen`: the refusals and machines that launches at each place got so far.
+    `answers`: those of each place to launches so far.
     """
-    known = placing.speeds(measured, {name: price.tflops if price else None for name, price in prices.items()})
-    found = []
-    for name in places.places:
-        price = prices[name]
-        answered = (seen or {}).get(name) or _Seen()
-        found.append(
-            placing.PlaceView(
-                name,
-                price.hourly_usd if price else None,
-                *known[name],
-                offers=places.offers(name),
-                rests_until=answered.rests_until,
-                refused_since=answered.since,
-                refused_at=answered.at,
-                trained_at=answered.trained_at,
-                refusal=answered.words,
-                wastes=answered.wastes,
-                start_s=answered.start_s,
-                without_s=answered.without_s,
-                returns=answered.returns,
-            )
+    known = speeds(measured, {name: price.tflops if price else None for name, price in prices.items()})
+    return [
+        placing.PlaceView(
+            name,
+            price.hourly_usd if price else None,
+            *known[name],
+            offers=places.offers(name),
+            **asdict((answers or {}).get(name, placing.Answers())),
         )
-    return found
+        for name, price in ((name, prices[name]) for name in places.places)
+    ]
+
+
+def speeds(measured: Mapping[str, float], listed: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
+    """(tokens per second of one replica, source of the number) by the name of each place in `listed`.
+
+    Args:
+        measured: tokens per second where replicas have trained.
+        listed: the speed of a place's GPU in a list, in any unit, or None.
+
+    A place without a measurement is as fast as its listed speed says, in relation to the measured ones ("expected");
+    without that, as the median of the others. Before any measurement the unit is that of the list.
+    """
+    ratios = [measured[name] / figure for name, figure in listed.items() if figure and measured.get(name)]
+    scale = median(ratios) if ratios else None if measured else 1.0
+    found = {name: (speed, "measured") for name, speed in measured.items() if name in listed and speed > 0}
+    if scale is not None:
+        expected = {name: (figure * scale, "expected") for name, figure in listed.items() if figure}
+        found = {**expected, **found}
+    usual = median(speed for speed, _ in found.values()) if found else 1.0
+    return {name: found.get(name, (usual, "")) for name in listed}
 
 
 def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
+from typing import Self
 
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
 ROUNDS_BETWEEN_MOVES = 3
@@ -18,19 +18,17 @@ HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has
 # How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
 _MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
 WORTH_S = 600.0  # of what is left of `max_cost_usd`; a machine that trains for less is not worth its start
+_REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
+_LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 _CENT = 0.01
 
 
-@dataclass(frozen=True)
-class PlaceView:
-    """A place (executor) as a coordinator knows it: its price, its speed, and whether it has refused attempts."""
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """The answers of a place (executor) to one coordinator's launches so far: refusals, and machines that trained."""
 
-    name: str
-    hourly_usd: float | None  # of one replica's machine now; None: not known, so that nothing is opened there
-    tokens_per_s: float  # of one replica there
-    known_by: str = ""  # where that is from: "measured", "expected"; empty: taken to be as fast as the other places
-    offers: bool = False  # its launches are offers to machines that join
     rests_until: float = -math.inf  # nothing is opened there before
+    times: int = 0  # refusals in a row, those that came while it rested not counted
     refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
     refused_at: float = -math.inf  # the newest one
     trained_at: float = -math.inf  # when a replica was last seen to train there
@@ -39,6 +37,42 @@ class PlaceView:
     start_s: float = START_S  # from a launch there until the replica trains
     without_s: float = 0.0  # how long it has refused altogether before it had machines again
     returns: int = 0  # how often it had machines again
+
+    def refused(self, words: str, launched_at: float, now: float) -> Self:
+        """These answers and a refusal: an attempt launched at `launched_at` got no machine, or one that never trained.
+
+        `words`: the provider's.
+        """
+        since = now if self.refused_since is None else self.refused_since
+        found = replace(self, refused_since=since, refused_at=now, refusal=words)
+        if launched_at < self.refused_at:  # it was asked for before the refusal that is known
+            return found
+        first_s, longest_s = _REST_S
+        if wastes := now - launched_at > first_s:
+            first_s, longest_s = now - launched_at, _LONG_REST_S
+        rests_until = now + min(first_s * 2.0**self.times, longest_s)
+        return replace(found, times=self.times + 1, rests_until=rests_until, wastes=wastes)
+
+    def given(self, launched_at: float, start_s: float) -> Self:
+        """These answers and a machine: an attempt launched at `launched_at` trains, `start_s` after it got one."""
+        found = replace(self, start_s=start_s)
+        if self.refused_since is not None and self.trained_at < launched_at:  # nobody trained there any more
+            without_s = self.without_s + max(0.0, launched_at - max(self.refused_since, self.trained_at))
+            found = replace(found, without_s=without_s, returns=self.returns + 1)
+        if launched_at >= self.refused_at:
+            found = replace(found, times=0, refused_since=None, refusal="", wastes=False)
+        return found
+
+
+@dataclass(frozen=True)
+class PlaceView(Answers):
+    """A place (executor) as a coordinator knows it: its price, its speed, and its answers to launches."""
+
+    name: str
+    hourly_usd: float | None  # of one replica's machine now; None: not known, so that nothing is opened there
+    tokens_per_s: float  # of one replica there
+    known_by: str = ""  # where that is from: "measured", "expected"; empty: taken to be as fast as the other places
+    offers: bool = False  # its launches are offers to machines that join
 
     @property
     def usd_per_token(self) -> float:
@@ -544,26 +578,3 @@ def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, 
     if view.left_usd is not None and _spent(view, min(map(_hourly_usd, usable))):
         return f"{wanting}${view.left_usd:.2f} is left of max_cost_usd"
     return f"{wanting}${view.rate_usd():.2f} an hour of usd_per_hour={limits.usd_per_hour:g} are in use"
-
-
-# -- speeds -----------------------------------------------------------------------------------------------------------
-
-
-def speeds(measured: Mapping[str, float], listed: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """(tokens per second of one replica, source of the number) by the name of each place in `listed`.
-
-    Args:
-        measured: tokens per second where replicas have trained.
-        listed: the speed of a place's GPU in a list, in any unit, or None.
-
-    A place without a measurement is as fast as its listed speed says, in relation to the measured ones ("expected");
-    without that, as the median of the others. Before any measurement the unit is that of the list.
-    """
-    ratios = [measured[name] / figure for name, figure in listed.items() if figure and measured.get(name)]
-    scale = median(ratios) if ratios else None if measured else 1.0
-    found = {name: (speed, "measured") for name, speed in measured.items() if name in listed and speed > 0}
-    if scale is not None:
-        expected = {name: (figure * scale, "expected") for name, figure in listed.items() if figure}
-        found = {**expected, **found}
-    usual = median(speed for speed, _ in found.values()) if found else 1.0
-    return {name: found.get(name, (usual, "")) for name in listed}

@@ -9,10 +9,8 @@ from functools import partial
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
 from diloco_orchestrator.allreduce.dealing import EXACT, Dealing
-from diloco_orchestrator.allreduce.mean import encoded_into
+from diloco_orchestrator.allreduce.mean import EncodedShards, encoded_shard
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
-from diloco_orchestrator.allreduce.spool import held
-from diloco_orchestrator.allreduce.vectors import FlatTensors, room
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import ReadShard, part_of
@@ -30,7 +28,7 @@ _PATIENCE_S = 5.0  # in which the others read the commit, beside their longest p
 class Averages:
     """The averages of a round's shards, and what this replica found about those that others published."""
 
-    shards: FlatTensors  # float32, one tensor for each payload shard
+    shards: EncodedShards  # in each process of this replica those of the shards that it holds
     borrowed: bool  # whether others have made some of them
     false: Mapping[tuple[int, BulkDigest], tuple[int, ...]]  # (shard, digest) -> replicas that published it, ascending
 
@@ -61,9 +59,9 @@ def averages_of(
         pause_s: the longest pause of a waiting replica, after which every one has read the commit.
         distrusted: replicas whose averages are not used.
     """
-    owners, numel = base.owners, base.numel(base.fragments[fragment])
-    averages = owners.make(room, numel, base.shard_numel, "the average", owners, fragment)
-    pairs = [dealing.averagers(index) for index in range(len(base.shards(fragment)))]
+    lengths = [len(shard.parameters) for shard in base.shards(fragment)]
+    averages = base.owners.make(EncodedShards, lengths, codec or EXACT)
+    pairs = [dealing.averagers(index) for index in range(len(lengths))]
     key = keys.reduced(dealing.round, attempt.replica_id)
     reducing = ScatterReduce(
         attempt.store,
@@ -74,11 +72,10 @@ def averages_of(
         attempt.replica_id,
         pairs,
         write=partial(_created, attempt, key),
-        codec=codec or EXACT,
         aggregate=attempt.config.aggregate,
         patience_s=_PATIENCE_S + pause_s,
         distrusted=set(distrusted),
-        owners=owners,
+        owners=base.owners,
         fragment=fragment,
     )
     with denormals_kept():
@@ -94,11 +91,10 @@ def digest_of_average(attempt: Attempt, commit: Commit, index: int, lengths: Seq
     """
     reader = ContributionReader(attempt.store, attempt.background)
     named = [(reader.named(commit.round, answer), answer.weight) for answer in commit.answers if answer.averaged]
-    average = held(lengths[index], "an average")
     with denormals_kept():
         parts = [part_of(manifest, weight, reader.shard) for manifest, weight in named]
         blocks = aggregate_of(attempt.config.aggregate, parts, lengths).shard(index)
-        return bulk_digest(encoded_into(blocks, average, commit.average_codec or EXACT))
+        return bulk_digest(encoded_shard(blocks, lengths[index], commit.average_codec or EXACT))
 
 
 def _created(attempt: Attempt, key: str, record: Reduced) -> bool:

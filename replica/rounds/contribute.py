@@ -30,7 +30,6 @@ from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.snapshots.buffers import not_a_number, write_buffers
-from diloco_orchestrator.snapshots.saved_state import write_state
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +77,7 @@ class Contributor:
         who = (attempt.replica_id, opened.round, attempt.number)
         saving: dict[str, Future[Shard]] = {}  # while the payload is published
         if (state := fields.state) is not None:
-            write = partial(write_state, attempt.store, *who, state, attempt.object_limit)
-            saving["state"] = attempt.background.start(write)
+            saving["state"] = attempt.background.start(partial(state.write, attempt.store, *who, attempt.background))
         if fields.buffers:
             write = partial(write_buffers, attempt.store, *who, fields.buffers)
             saving["buffers"] = attempt.background.start(write)
@@ -103,6 +101,8 @@ class Contributor:
         except NotFinite as error:
             found = set().union(*owners.each(_not_finite, owners, vector, shapes, fragment, base.shard_numel))
             where = _not_finite_words(found, shapes) + _losses_not_finite(fields)
+            for each in saving.values():  # what they read changes once training goes on
+                each.exception()
             return self._create("abstention", fields, reason=f"pseudo-gradient not finite: {error}{where}")
         finally:
             owners.each(WithDebt.close, vector)

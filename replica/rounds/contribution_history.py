@@ -4,7 +4,6 @@
 """
 
 import logging
-from collections.abc import Iterator
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.records import Contribution
@@ -13,7 +12,7 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
-from diloco_orchestrator.snapshots.saved_state import read_state
+from diloco_orchestrator.snapshots.stored_state import StoredState
 
 _RECENT_ROUNDS = 3  # in which a manifest of this replica may still appear
 
@@ -101,6 +100,7 @@ class ContributionHistory:
                 return manifest
         return None
 
-    def read_state(self, manifest: Contribution) -> Iterator[bytes]:
-        """The saved state that a manifest names, piece by piece. Raises `PayloadCorrupt` if it is gone or changed."""
-        return read_state(self._attempt.store, manifest)
+    def read_state(self, manifest: Contribution) -> StoredState:
+        """The saved state that a manifest names, in all ranks. Raises `PayloadCorrupt` if it is gone or changed."""
+        attempt = self._attempt
+        return StoredState.read_from(attempt.owners, attempt.store, manifest, attempt.background)

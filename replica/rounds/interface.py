@@ -16,7 +16,7 @@ from diloco_orchestrator.protocol.records import Consumed, Contribution, Metric,
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
 from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.tip import OpenRound
-from diloco_orchestrator.snapshots.saved_state import Buffers
+from diloco_orchestrator.snapshots.state_file import StateFile
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ContributionFields:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     consumed: Consumed | None = None  # items of these steps, compared with the held-out set
     progress: Progress | None = None
-    state: Buffers | None = None  # bytes to save beside the payload; None: none
+    state: StateFile | None = None  # to save beside the payload; None: none
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the model, that differ from the first ones
 
 

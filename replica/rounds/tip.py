@@ -11,8 +11,7 @@ from pydantic import JsonValue
 
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
-from diloco_orchestrator.allreduce.mean import LeftOut
-from diloco_orchestrator.allreduce.vectors import FlatTensors
+from diloco_orchestrator.allreduce.mean import EncodedShards, LeftOut
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
@@ -137,7 +136,7 @@ class HeldTip:
         read_shard: outer_step.ReadShard,
         *,
         keep_average: bool,
-        averages: FlatTensors | None = None,
+        averages: EncodedShards | None = None,
     ) -> Mapping[str, torch.Tensor]:
         """Take the outer step of a commit in place. Returns the average by parameter name, empty unless `keep_average`.
 
@@ -184,7 +183,7 @@ def _stepped(
     config: RunConfig,
     keep_average: bool,
     adapters: Sequence[AdapterPair],
-    averages: FlatTensors | None,
+    averages: EncodedShards | None,
     codec: str | None,
 ) -> tuple[Mapping[str, torch.Tensor], list[LeftOut]]:
     """Take an outer step in this process's shards of a base, in place. The arguments are those of `HeldTip.step`.
@@ -204,6 +203,6 @@ def _stepped(
             keep_average=keep_average,
             adapters=adapters,
             left_out=left_out,
-            averages=averages.tensors if averages else None,
+            averages=averages,
         )
     return average, left_out

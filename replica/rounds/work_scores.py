@@ -88,7 +88,7 @@ class WorkScores:
                 return ()
             change, squares = _summed([new - old for new, old in zip(there, base, strict=True)])
             more = _summed([new - old for new, old in zip(there, beside, strict=True)]) if beside else (None, None)
-            again = self._again(replica_id), self._again(attempt.replica_id)
+            mine = attempt.replica_id
             found.append(
                 WorkScore(
                     replica_id=replica_id,
@@ -98,10 +98,14 @@ class WorkScores:
                     squares=squares,
                     beside=more[0],
                     beside_squares=more[1],
-                    again=again[0],
-                    again_own=again[1],
+                    again=self._like(replica_id, replica_id),
+                    again_own=self._like(mine, mine),
+                    like_own=self._like(replica_id, mine),
+                    like_other=self._like_other(),
                 )
             )
+        if found:
+            self._keep_another(manifests, read)
         self.longest_s = max(self.longest_s, attempt.clock.now() - began)
         return tuple(found)
 
@@ -115,11 +119,18 @@ class WorkScores:
             self._known[name] = list(self.measure(base)), None if manifest is None else self._sample(base)
         values, sample = self._known[name]
         if manifest is not None and sample is not None:
-            kept = self._sampled.get((self._tip.open.fragment, manifest.replica_id), [])
-            if not kept or kept[-1][0] != self._tip.open.round:
-                newest = (self._tip.open.round, sample)
-                self._sampled[self._tip.open.fragment, manifest.replica_id] = [*kept[-1:], newest]
+            self._keep(manifest.replica_id, sample)
         return values
+
+    def _keep(self, replica_id: int, sample: torch.Tensor) -> None:
+        """Keep a sample of a replica's contribution to the open round, and the one before it."""
+        kept, round_ = self._kept(replica_id), self._tip.open.round
+        if not kept or kept[-1][0] != round_:
+            self._sampled[self._tip.open.fragment, replica_id] = [*kept[-1:], (round_, sample)]
+
+    def _kept(self, replica_id: int) -> list[tuple[int, torch.Tensor]]:
+        """Round, and a sample, of a replica's newest contributions to the open round's fragment, at most two."""
+        return self._sampled.get((self._tip.open.fragment, replica_id), [])
 
     def _stepped(self, manifest: Contribution, read: outer_step.ReadShard, outer: OuterConfig) -> Base:
         base = self._tip.base.copy()
@@ -137,14 +148,39 @@ class WorkScores:
         pairs = [(base.parameters[name].flatten(), stepped.parameters[name].flatten()) for name in names]
         return torch.cat([(old - new)[self._offset % stride :: stride].float() for old, new in pairs])
 
-    def _again(self, replica_id: int) -> float | None:
-        """Cosine of a replica's contribution to the open round to its last one to this fragment; None without both."""
-        known = self._sampled.get((self._tip.open.fragment, replica_id), [])
-        if len(known) < 2 or known[1][0] != self._tip.open.round:
+    def _like(self, replica_id: int, other: int) -> float | None:
+        """Cosine of a replica's contribution to the open round to another's last one before it to this fragment.
+
+        None without both.
+        """
+        now = [each for at, each in self._kept(replica_id) if at == self._tip.open.round]
+        before = [each for at, each in self._kept(other) if at != self._tip.open.round]
+        if not now or not before:
             return None
-        first, second = known[0][1].double(), known[1][1].double()
+        first, second = before[-1].double(), now[0].double()
         norms = float(torch.linalg.vector_norm(first) * torch.linalg.vector_norm(second))
         return max(min(float(first @ second) / norms, 1.0), -1.0) if math.isfinite(norms) and norms else None
+
+    def _like_other(self) -> float | None:
+        """`_like` of this replica's own contribution and the newest one of another launched replica that was kept."""
+        own, open_ = self._attempt.replica_id, self._tip.open
+        kept = {i: self._kept(i) for fragment, i in self._sampled if fragment == open_.fragment and i != own}
+        rounds = {i: max((at for at, _ in each if at != open_.round), default=0) for i, each in kept.items()}
+        launched = [i for i in sorted(rounds) if i not in self._attempt.config.invited and rounds[i]]
+        return self._like(own, max(launched, key=lambda i: rounds[i])) if launched else None
+
+    def _keep_another(self, manifests: Mapping[int, Contribution], read: outer_step.ReadShard) -> None:
+        """Keep a sample of the contribution of the next launched replica, in the circle of ids, for the next round."""
+        own = self._attempt.replica_id
+        launched = sorted(manifests.keys() - {own} - set(self._attempt.config.invited))
+        there = [each for each in launched if manifests[each].payload is not None]
+        if not there or any(at == self._tip.open.round for each in there for at, _ in self._kept(each)):
+            return
+        other = next((each for each in there if each > own), there[0])
+        try:
+            self._keep(other, self._sample(self._stepped(manifests[other], read, _STEP)))
+        except PayloadCorrupt as error:
+            log.warning("round %d: replica %d is not compared: %s", self._tip.open.round, other, error)
 
     def _score_dealt(self, manifest: Contribution, own: Contribution | None, read: outer_step.ReadShard) -> None:
         """Add to `dealt` the score of a stranger's contribution on the data dealt to it, beside this replica's own."""

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import BulkHasher
 from diloco_orchestrator.protocol.process import load_entrypoint
@@ -32,8 +33,9 @@ from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.position import DataCursor
 from diloco_orchestrator.replica.training.ranks import END, Ranks
 from diloco_orchestrator.replica.training.session import TrainingSession
-from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.replica.training.tensor_tree import state_file, stored_tree, unpack
 from diloco_orchestrator.snapshots.model_tensors import plain_name
+from diloco_orchestrator.snapshots.stored_state import StoredState
 
 PATIENCE = 256  # batches without a step of the attached optimizer: more micro-batches than anybody accumulates
 
@@ -56,7 +58,6 @@ class Watch:
 class Notes:
     """Observations of one process about a training function."""
 
-    attached: bool = False
     scores: bool = False  # it has a held-out set
     compares: bool = False  # it has training items compared with the held-out set
     metric: str = "loss"
@@ -116,7 +117,6 @@ class Watcher:
     def attach(self, model: torch.nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
         """Begin to watch a model that has the base's parameters. An inner step is one step of every optimizer."""
         self._attached = AttachedModel(model)
-        self.notes.attached = True
         self.notes.scores = options.get("heldout") is not None
         self.notes.metric = options.get("in_loop", "loss")
         self._first = self.parameters()
@@ -152,12 +152,12 @@ class Watcher:
         if self._idle > PATIENCE:
             raise NeverStepped(f"{PATIENCE} batches and not one step of the attached optimizer.")
 
-    def note_state(self, optimizers: InnerOptimizers) -> None:
+    def note_state(self, optimizers: InnerOptimizers, owners: Owners) -> None:
         """Save and load the optimizers' state, as for a restarted attempt, and record lost parts. At the end only."""
-        saved = b"".join(pack(optimizers.state_dict()))
-        optimizers.load_state_dict(unpack([saved], "the optimizer's state"))
-        before = dict(_leaves(unpack([saved], "the optimizer's state")))
-        after = dict(_leaves(optimizers.state_dict()))
+        where, saved = "the optimizer's state", state_file(optimizers.state_dict(), owners).whole()
+        optimizers.load_state_dict(stored_tree(StoredState.of(owners, saved), where))
+        before = dict(_leaves(unpack([saved], where)))
+        after = dict(_leaves(unpack([state_file(optimizers.state_dict(), owners).whole()], where)))
         self.notes.state_tensors = sum(isinstance(each, torch.Tensor) for each in before.values())
         self.notes.state_lost = [name for name in before | after if not _is_same(before.get(name), after.get(name))]
 
@@ -277,7 +277,7 @@ class WatchedContext(ReplicaContext):
         if self.session is not None:
             training = self.session._training
             if self.session.stopped and isinstance(training, TrainingSession):
-                self.watcher.note_state(training._optimizers)  # rank 0 calls all ranks for it
+                self.watcher.note_state(training._optimizers, training._attempt.owners)  # rank 0 calls all ranks for it
                 self._ranks.signal(END)
             elif self.session.stopped:
                 served(training._island)

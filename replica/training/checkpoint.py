@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -20,20 +18,23 @@ from diloco_orchestrator.replica.rounds.interface import RunRounds
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.small_state import SmallState
-from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
-from diloco_orchestrator.snapshots.saved_state import Buffers
+from diloco_orchestrator.replica.training.tensor_tree import state_file, stored_tree, whole_tree
+from diloco_orchestrator.snapshots.state_file import StateFile
+from diloco_orchestrator.snapshots.stored_state import StoredTensor
 
 log = logging.getLogger(__name__)
+
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A training state read from the bucket, and the contribution whose manifest names it."""
+    """A training state read from the bucket, and the contribution whose manifest names it. It is loaded once."""
 
     contribution: Contribution
-    optimizer: Mapping[str, Any]
+    optimizer: Mapping[str, Any]  # with a `StoredTensor` for each tensor
     stateful: Mapping[str, Any]  # the large ones only; in states of version 0.2, all
-    local: Mapping[str, torch.Tensor]  # the model's parameters as training left them; empty if they were the base
+    local: Mapping[str, StoredTensor]  # the model's parameters as training left them; empty if they were the base
 
 
 class Checkpoint:
@@ -54,20 +55,25 @@ class Checkpoint:
         self._stateful = stateful
         self.small = SmallState(optimizer, stateful)
 
-    def encode_if_due(self) -> Buffers | None:
-        """The training state as bytes; None if none is saved with the open round's contribution (`replica_state`)."""
+    def encode_if_due(self) -> StateFile | None:
+        """The training state as a file to be written before training goes on, or with a delay, at any time.
+
+        None if none is saved with the open round's contribution (`replica_state`).
+        """
         config, opened = self._attempt.config, self._rounds.open
         beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
         if opened.final_evaluation or not due:
             return None
-        return pack(
-            {
-                "optimizer": self._optimizer.state_dict(),
-                "stateful": self.small.large(),
-                "local": self._loop.local_values() if self._loop.keeps_local_values else {},
-            }
-        )
+        tree = {
+            "optimizer": self._optimizer.state_dict(),
+            "stateful": self.small.large(),
+            "local": self._loop.local_values() if self._loop.keeps_local_values else {},
+        }
+        file = state_file(tree, self._attempt.owners, min(self._attempt.object_limit, config.shard_mib * _MIB))
+        if self._loop.schedule.delay:
+            file.freeze()
+        return file
 
     def read_newest(self) -> SavedState | None:
         """The state saved with this replica's latest pseudo-gradient; None if none was saved with it.
@@ -80,11 +86,11 @@ class Checkpoint:
         if contribution is None or contribution.state is None:
             return None
         try:
-            tree = unpack(history.read_state(contribution), f"the state of round {contribution.round}")
+            tree = stored_tree(history.read_state(contribution), f"the state of round {contribution.round}")
         except (PayloadCorrupt, RecordInvalid) as error:
             log.error("the inner optimizer begins anew: %s", error)
             return None
-        return SavedState(contribution, tree["optimizer"], tree["stateful"], tree["local"])
+        return SavedState(contribution, tree["optimizer"], whole_tree(tree["stateful"]), tree["local"])
 
     def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
         """Restore the training state of an earlier attempt of this replica.
@@ -139,7 +145,7 @@ class ResumePoint:
     round: int  # the round to train or to wait for; one before the open round in one case below
     progress: Progress | None  # cursor, random generators and counters; None: the replica has published nothing yet
     state: SavedState | None  # inner optimizer and stateful objects; None: they start new
-    local: Mapping[str, torch.Tensor] = field(default_factory=dict)  # local parameters by name; empty: the base's
+    local: Mapping[str, StoredTensor] = field(default_factory=dict)  # local parameters by name; empty: the base's
     from_base: frozenset[int] = frozenset()  # synchronised since `local` was saved: loaded from the base
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 

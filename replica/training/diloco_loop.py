@@ -20,6 +20,8 @@ from diloco_orchestrator.replica.rounds.interface import ClosedRound, Contributi
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.model_tensors import trainable
+from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
+from diloco_orchestrator.snapshots.stored_state import StoredTensor
 
 
 class DiLoCoLoop:
@@ -116,7 +118,7 @@ class DiLoCoLoop:
             fragment.install(self._rounds.base)
         self.inner_step, self.published = 0, False
 
-    def load_local(self, values: Mapping[str, torch.Tensor], from_base: Collection[int]) -> None:
+    def load_local(self, values: Mapping[str, StoredTensor], from_base: Collection[int]) -> None:
         """Load saved local parameters. Fragments whose index is in `from_base` are loaded from the base instead."""
         self.load_base()
         for index, fragment in enumerate(self._fragments):
@@ -134,8 +136,8 @@ class DiLoCoLoop:
         """Whether local parameters differ from the base after a round: with several fragments, a delay or an alpha."""
         return len(self._fragments) > 1 or self.schedule.overlaps
 
-    def local_values(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's parameters, by name, in their own dtype and on their device."""
+    def local_values(self) -> dict[str, torch.Tensor | TensorInRanks]:
+        """The model's parameters as they are saved, by name, in their own dtype and on their device."""
         return {name: value for fragment in self._fragments for name, value in fragment.values().items()}
 
     @contextmanager

@@ -16,6 +16,7 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
+from diloco_orchestrator.snapshots.stored_state import StoredTensor
 
 
 class Piece(NamedTuple):
@@ -162,22 +163,24 @@ class Fp32View:
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
         """Context in which the model's parameters are those of a base; then restored. fp32 shadows stay unchanged."""
-        local = self.values()
+        local = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         with torch.no_grad():
             base.copy_into(self._parameters)
         try:
             yield
         finally:
-            self.restore(local)
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(local[name])
 
     def values(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
-    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the model's parameters to values that `values()` returned; shadows are not changed."""
+    def restore(self, values: Mapping[str, StoredTensor]) -> None:
+        """Set the model's parameters to a saved result of `values`; shadows are not changed."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+            parameter.copy_(values[name].whole())
 
     def _update_shadows(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add to the fp32 copies of parameters the change by training since they were set. `values`: parameters now."""

@@ -10,6 +10,8 @@ import torch
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
+from diloco_orchestrator.snapshots.stored_state import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,15 @@ class FragmentView(Protocol):
         """
         ...
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Copies of the fragment's values, by parameter name, in their own dtype and on their device."""
+    def values(self) -> Mapping[str, torch.Tensor | TensorInRanks]:
+        """The fragment's values as they are saved, by parameter name, in their own dtype and on their device.
+
+        They may share the model's memory.
+        """
         ...
 
-    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the fragment's values to a result of `values`, from this process or an earlier attempt."""
+    def restore(self, values: Mapping[str, StoredTensor]) -> None:
+        """Set the fragment's values to a result of `values` that an earlier attempt has saved."""
         ...
 
 

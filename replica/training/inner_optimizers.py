@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.exchange import is_sharded, local_part
-from diloco_orchestrator.replica.training.tensor_tree import check_packable
+from diloco_orchestrator.replica.training.tensor_tree import check_packable, whole_tree
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,12 @@ class InnerOptimizers:
         return self.local_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`. Raises `ConfigError` if it is of another number of optimizers."""
+        """Load a result of `state_dict`, as it is or stored (`stored_tree`).
+
+        Raises `ConfigError` if it is of another number of optimizers.
+        """
         self.check_number(state)
-        self.load_local_state_dict(state)
+        self.load_local_state_dict(whole_tree(state))
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state as this process holds it: with sharded tensors where parameters are sharded."""

@@ -33,10 +33,12 @@ from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizer
 from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in, read_in_parts
 from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.snapshots.model_tensors import plain_name
-from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
+from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks, TensorInRanks
+from diloco_orchestrator.snapshots.stored_state import StoredTensor
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec
 
-Values = Mapping[str, torch.Tensor]
 _BLOCK = 1 << 20  # elements, of a sum
+_GROUP = 1 << 26  # bytes of stored tensors for each rank, after which their memory is freed
 
 
 class RankMetrics(NamedTuple):
@@ -45,12 +47,6 @@ class RankMetrics(NamedTuple):
     values: Mapping[str, Sequence[float]]
     tokens: int
     consumed: Consumed | None
-
-
-class _Piece(NamedTuple):
-    """Placeholder for a sharded tensor in an optimizer's state: its dtype. The values are sent separately."""
-
-    dtype: torch.dtype
 
 
 class Island:
@@ -85,7 +81,6 @@ class Island:
         self._stateful = stateful
         self._heldout = heldout
         self._held: list[dict[str, torch.Tensor]] = []  # local values put aside by `hold`, innermost last
-        self._source: Any = None  # in rank 0: what the call under way reads from
         persistent = attached.module.state_dict().keys()
         self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
         self._check_same_model()
@@ -94,7 +89,6 @@ class Island:
         self._groups = sorted(set(groups))
         self._group = self._groups.index(groups[ranks.rank])
         self._pieces = pieces_in(ranks, attached.parameters)
-        self._exchange = Exchange(ranks, attached.parameters, self._pieces)
         self._dealt: tuple[BaseLayout, Exchange] | None = None  # a base's layout, and the exchange with its shards
 
     def _check_same_model(self) -> None:
@@ -109,17 +103,10 @@ class Island:
                         "model in every rank; stages of a pipeline cannot be attached."
                     )
 
-    def call(self, name: str, *args: Any, source: Any = None) -> Any:
-        """In rank 0: run the method `name` with `args` in all ranks at the same time; returns rank 0's result.
-
-        `source`: an object that only rank 0 has and from which the method reads.
-        """
+    def call(self, name: str, *args: Any) -> Any:
+        """In rank 0: run the method `name` with `args` in all ranks at the same time; returns rank 0's result."""
         self.ranks.signal_call(name, args)
-        self._source = source
-        try:
-            return getattr(self, name)(*args)
-        finally:
-            self._source = None
+        return getattr(self, name)(*args)
 
     def make(self, name: str, *args: Any) -> Any:
         """In rank 0: run the method `name` in all ranks, each of which keeps the object that it returns.
@@ -131,11 +118,6 @@ class Island:
         return self.ranks.kept(number, getattr(self, name)(*args))
 
     # -- values of the model ---------------------------------------------------------------------------------------
-
-    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """In rank 0: the model's parameters of these names, whole; elsewhere nothing."""
-        self._attached.reshard()
-        return self._exchange.gather(names)
 
     def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
         """The first base, from the model's values; each rank gets the shards that it owns. Arguments as of
@@ -191,11 +173,10 @@ class Island:
             self._dealt = base.layout, Exchange(self.ranks, self._attached.parameters, self._pieces, owned)
         return self._dealt[1]
 
-    def restore(self, names: Sequence[str]) -> None:
-        """Set the model's parameters `names` in all ranks to whole tensors that rank 0 has, by name."""
+    def restore(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Set the model's parameters of these names in all ranks to stored tensors."""
         self._attached.reshard()
-        values: Values = self._source or {}
-        self._exchange.spread(names, lambda name, start, stop: values[name].reshape(-1)[start:stop].to("cpu"))
+        self._take({name: self._attached.parameters[name] for name in stored}, stored)
 
     def hold(self, names: Sequence[str]) -> None:
         """Copy this rank's values of the parameters `names` aside, until `release`."""
@@ -286,38 +267,47 @@ class Island:
 
     # -- training state --------------------------------------------------------------------------------------------
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """In rank 0: the optimizers' state with whole tensors, on the CPU where they are sharded."""
+    def optimizer_pieces(self) -> PiecesOfRanks:
+        """The sharded tensors in the optimizers' state, in the ranks that hold them, by name of their key."""
         state = self._optimizers.local_state_dict()
-        sharded = {key: each for key, each in _state_tensors(state) if is_sharded(each)}
-        if not sharded:
-            return dict(state)
-        whole = _gathered(self.ranks, {_name(key): each for key, each in sharded.items()})
-        found: dict[str, Any] = _replaced(state, {key: whole.get(_name(key)) for key in sharded})
-        return found
+        return read_in_parts(self.ranks, {_name(key): each for key, each in _state_tensors(state) if is_sharded(each)})
 
-    def load_optimizer_state(self) -> None:
-        """Load the optimizer state that rank 0 has, of a replica of any number of ranks, into all ranks."""
-        state, parameters = self._source, self._optimizers.numbered_parameters()
-        numbers = {}
-        if not self.ranks.rank:
-            for key, each in _state_tensors(state):
-                parameter = parameters.get(key[:2])
-                if parameter is not None and is_sharded(parameter) and parameter.shape == each.shape:
-                    numbers[key] = each
-        skeleton = _replaced(state, {key: _Piece(each.dtype) for key, each in numbers.items()}) if state else None
-        skeleton = self.ranks.shared(skeleton)
-        pieces = {
-            key: _piece_like(parameters[key[:2]], each.dtype)
-            for key, each in _state_tensors(skeleton)
-            if isinstance(each, _Piece)
-        }
-        if pieces:
-            named = {_name(key): each for key, each in pieces.items()}
-            flat = {_name(key): each.reshape(-1) for key, each in numbers.items()}
-            exchange = Exchange(self.ranks, named, pieces_in(self.ranks, named))
-            exchange.spread(list(named), lambda name, start, stop: flat[name][start:stop])
-        self._optimizers.load_local_state_dict(_replaced(skeleton, pieces))
+    def model_pieces(self, names: Sequence[str]) -> PiecesOfRanks:
+        """The sharded ones among the model's parameters of these names, in the ranks that hold them."""
+        self._attached.reshard()
+        named = {name: self._attached.parameters[name] for name in names}
+        return read_in_parts(self.ranks, {name: each for name, each in named.items() if is_sharded(each)})
+
+    def in_ranks(self, names: Sequence[str]) -> dict[str, torch.Tensor | TensorInRanks]:
+        """In rank 0: the model's parameters of these names as they are saved: those that are sharded, in the ranks."""
+        pieces: PiecesOfRanks = self.make("model_pieces", names)
+        return {name: _in_ranks(self._attached.parameters[name], pieces, name) for name in names}
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load an optimizer state, of a replica of any number of ranks, into all ranks.
+
+        Tensors like the parameter that they are of are stored ones, of which each rank takes what it holds.
+        """
+        parameters = self._optimizers.numbered_parameters()
+        stored = {key: each for key, each in _state_tensors(state) if isinstance(each, StoredTensor)}
+        found = {key: _piece_like(parameters[key[:2]], each.dtype) for key, each in stored.items()}
+        self._take({_name(key): each for key, each in found.items()}, {_name(key): stored[key] for key in stored})
+        self._optimizers.load_local_state_dict(_replaced(state, found))
+
+    def _take(self, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
+        """Set tensors, plain or sharded, in all ranks to stored ones of the same names, and free those part by part."""
+        groups: list[dict[str, StoredTensor]] = [{}]
+        for name, each in sorted(stored.items(), key=lambda pair: pair[1].start):
+            if sum(other.spec.nbytes for other in groups[-1].values()) > _GROUP * self.ranks.ranks:
+                groups.append({})
+            groups[-1][name] = each
+        for group in groups:
+            of_group = {name: tensors[name] for name in group}
+            owned = {name: each.owned() for name, each in group.items()}
+            exchange = Exchange(self.ranks, of_group, pieces_in(self.ranks, of_group), owned)
+            exchange.spread(list(group), lambda name, start, stop: stored[name].read(start, stop))
+            for each in group.values():
+                each.release()
 
     def clear(self) -> None:
         """Drop the optimizers' state in all ranks."""
@@ -382,12 +372,21 @@ class RankedOptimizers(InnerOptimizers):
     island: Island  # set once it is made, of these optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.island.call("optimizer_state")
-        return state
+        state, pieces = self.local_state_dict(), self.island.make("optimizer_pieces")
+        sharded = [(key, each) for key, each in _state_tensors(state) if is_sharded(each)]
+        found: dict[str, Any] = _replaced(state, {key: _in_ranks(each, pieces, _name(key)) for key, each in sharded})
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of stored tensors: each rank takes its part of those that are like their parameter."""
         self.check_number(state)
-        self.island.call("load_optimizer_state", source=state)
+        parameters, stored = self.numbered_parameters(), dict(_state_tensors(state))
+        whole = {
+            key: each.whole()
+            for key, each in stored.items()
+            if isinstance(each, StoredTensor) and getattr(parameters.get(key[:2]), "shape", None) != each.shape
+        }
+        self.island.call("load_optimizer_state", _replaced(state, whole))
 
     def zero_grad(self) -> None:
         self.island.call("zero_grad")
@@ -437,11 +436,11 @@ class IslandView:
         finally:
             self._island.call("release")
 
-    def values(self) -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in self._island.call("gather", self._names).items()}
+    def values(self) -> dict[str, torch.Tensor | TensorInRanks]:
+        return self._island.in_ranks(self._names)
 
-    def restore(self, values: Values) -> None:
-        self._island.call("restore", self._names, source=values)
+    def restore(self, values: Mapping[str, StoredTensor]) -> None:
+        self._island.call("restore", {name: values[name] for name in self._names})
 
 
 class IslandValues:
@@ -476,7 +475,7 @@ def _state_tensors(state: Any) -> list[tuple[_Key, Any]]:
         of_parameters = each.get("state")
         for index, values in of_parameters.items() if isinstance(of_parameters, Mapping) else ():
             for name, value in values.items() if isinstance(values, Mapping) else ():
-                if isinstance(value, torch.Tensor | _Piece):
+                if isinstance(value, torch.Tensor | StoredTensor):
                     found.append(((number, index, name), value))
     return sorted(found, key=lambda pair: tuple(map(str, pair[0])))
 
@@ -498,9 +497,9 @@ def _replaced(state: Any, values: Mapping[_Key, Any]) -> Any:
     return InnerOptimizers.joined_states(states)
 
 
-def _gathered(ranks: Ranks, sharded: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In rank 0: sharded tensors, whole on the CPU; elsewhere nothing. Every rank calls it at the same time."""
-    return Exchange(ranks, sharded, pieces_in(ranks, sharded)).gather(list(sharded))
+def _in_ranks(tensor: torch.Tensor, pieces: PiecesOfRanks, name: str) -> torch.Tensor | TensorInRanks:
+    """A tensor as it is saved: itself if this rank has it whole, else a reference to its pieces in the ranks."""
+    return TensorInRanks(pieces, name, TensorSpec.of(tensor)) if is_sharded(tensor) else tensor.detach()
 
 
 def _name(key: _Key) -> str:
@@ -508,10 +507,12 @@ def _name(key: _Key) -> str:
 
 
 def _piece_like(parameter: Any, dtype: torch.dtype) -> Any:
-    """A DTensor sharded as a parameter, with new memory for this rank's piece."""
+    """A tensor like a parameter, sharded as it is, with new memory for what this rank holds."""
+    local = torch.zeros_like(local_part(parameter), dtype=dtype)
+    if not is_sharded(parameter):
+        return local
     from torch.distributed.tensor import DTensor  # imported late: only sharded models need it
 
-    local = torch.zeros_like(local_part(parameter), dtype=dtype)
     where = parameter.device_mesh, parameter.placements
     return DTensor.from_local(local, *where, run_check=False, shape=parameter.shape, stride=parameter.stride())
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
-from diloco_orchestrator.allreduce.spool import held
 from diloco_orchestrator.allreduce.vectors import empty
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.exchange import (
@@ -204,38 +203,16 @@ class Exchange:
 
     Every rank makes one and calls its methods at the same time. `tensors`: this rank's, by name, the same names and
     shapes in every rank; they are read and written whenever the methods are called. `pieces`: what each rank holds, as
-    `pieces_in` finds it. `owned`: the owners of their ranges; None: rank 0 owns all.
+    `pieces_in` finds it. `owned`: the owners of their ranges.
     """
 
     def __init__(
-        self, ranks: Ranks, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Pieces], owned: Owned | None = None
+        self, ranks: Ranks, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Pieces], owned: Owned
     ) -> None:
         self._ranks = ranks
         self._tensors = tensors
         self._sizes = {name: tensor.element_size() for name, tensor in tensors.items()}
-        in_rank_0 = {name: [(0, tensor.numel(), 0)] for name, tensor in tensors.items()}
-        self._plan = exchange_plan(pieces, in_rank_0 if owned is None else owned)
-
-    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """In rank 0, if it owns every tensor: the tensors `names`, whole, by name; elsewhere nothing.
-
-        A tensor that rank 0 holds whole is the tensor itself, not a copy; any other is new, on the CPU, within the
-        memory budget or in a temporary file.
-        """
-        whole: dict[str, torch.Tensor] = {}
-        for name in names if not self._ranks.rank else ():
-            tensor = self._tensors[name]
-            if local_part(tensor).numel() == tensor.numel():
-                whole[name] = local_part(tensor).view(tensor.shape)
-            else:
-                whole[name] = held(tensor.numel(), name, tensor.dtype).view(tensor.shape)
-
-        def put(move: Move, values: torch.Tensor) -> None:
-            if local_part(self._tensors[move.name]).numel() < whole[move.name].numel():
-                whole[move.name].view(-1)[move.start : move.stop].copy_(values)
-
-        self.collect(names, put)
-        return whole
+        self._plan = exchange_plan(pieces, owned)
 
     def collect(self, names: Sequence[str], put: Callable[[Move, torch.Tensor], None]) -> None:
         """Send every owner the values of its ranges of the tensors `names`.

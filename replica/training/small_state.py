@@ -55,7 +55,7 @@ class SmallState:
     def encode(self) -> str:
         """The states of the small stateful objects and the optimizers' hyperparameters, as text for a manifest."""
         tree = {_GROUPS: self.hyperparameters(), _OBJECTS: dict(self._states(small=True))}
-        return base64.b64encode(zlib.compress(b"".join(pack(tree)), 9)).decode()
+        return base64.b64encode(zlib.compress(pack(tree), 9)).decode()
 
     def large(self) -> dict[str, Any]:
         """The states of the user's objects that are too large for manifests, by name."""

@@ -5,32 +5,43 @@ equal bytes. `checkpoint` decides which states are saved.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from diloco_orchestrator.allreduce.spool import held
+from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
-from diloco_orchestrator.snapshots.saved_state import Buffers
-from diloco_orchestrator.snapshots.tensor_file import buffers, decode
+from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
+from diloco_orchestrator.snapshots.state_file import StateFile
+from diloco_orchestrator.snapshots.stored_state import StoredState, StoredTensor
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, decode, header
+from diloco_orchestrator.store.base import OBJECT_LIMIT
 
 _TREE = "tree"
 
 
-def pack(tree: Any) -> Buffers:
-    """Encode nested dicts, lists and tuples of tensors and JSON scalars as bytes: a header, then copies of the tensors.
+def state_file(tree: Any, owners: Owners = ALONE, limit: int = OBJECT_LIMIT) -> StateFile:
+    """The file of nested dicts, lists and tuples of JSON scalars and tensors, also such as ranks of a replica hold.
 
-    Raises `ConfigError` for anything else, naming its place in the tree.
+    Tensors are read when the file is written. `limit`: bytes of one of its pieces. Raises `ConfigError` for anything
+    else, naming its place in the tree.
     """
-    found: list[tuple[str, torch.Tensor]] = []
+    found: list[tuple[str, torch.Tensor | TensorInRanks]] = []
     shape = json.dumps(_encode(tree, found, "state"), separators=(",", ":"))
-    named = {f"{index:06d}": _copied(tensor, path) for index, (path, tensor) in enumerate(found)}
-    return buffers(named, metadata={_TREE: shape})
+    named = {f"{index:06d}": each for index, (_, each) in enumerate(found)}
+    specs = {n: each.spec if isinstance(each, TensorInRanks) else TensorSpec.of(each) for n, each in named.items()}
+    head, in_order = header(specs, {_TREE: shape})
+    return StateFile.of(owners, head, in_order, named, limit)
+
+
+def pack(tree: Any) -> bytes:
+    """The bytes of `state_file`, of a state that this process has whole."""
+    return state_file(tree).whole()
 
 
 def check_packable(tree: Any, where: str) -> None:
-    """Raise `ConfigError` for a state that `pack` cannot encode. Copies nothing. `where`: names the state in errors."""
+    """Raise `ConfigError` for a state that cannot be encoded. Copies nothing. `where`: names the state in errors."""
     _encode(tree, [], where)
 
 
@@ -40,13 +51,35 @@ def unpack(pieces: Iterable[bytes], where: str) -> Any:
     `where`: names the object in errors. Raises `RecordInvalid` for any other bytes.
     """
     tensors, metadata = decode(pieces, where)
+    return _tree_of(metadata, tensors, where)
+
+
+def stored_tree(stored: StoredState, where: str) -> Any:
+    """In rank 0: the nested state in a stored file, with a `StoredTensor` for each tensor. Raises as `unpack` does."""
+    metadata, tensors = stored.opened(where)
+    return _tree_of(metadata, tensors, where)
+
+
+def whole_tree(tree: Any) -> Any:
+    """In rank 0: a nested state with whole tensors in place of stored ones, whose pieces are freed as they are read."""
+    match tree:
+        case StoredTensor():
+            return tree.whole()
+        case dict():
+            return {key: whole_tree(each) for key, each in tree.items()}
+        case list() | tuple():
+            return type(tree)(map(whole_tree, tree))
+    return tree
+
+
+def _tree_of(metadata: Mapping[str, str], tensors: Mapping[str, Any], where: str) -> Any:
     try:
         return _decode(json.loads(metadata[_TREE]), tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise RecordInvalid(f"{where} is no state of a replica ({error}): was it put there by hand?") from None
 
 
-def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> Any:
+def _encode(value: Any, tensors: list[tuple[str, torch.Tensor | TensorInRanks]], path: str) -> Any:
     """The structure of a nested state as JSON; appends its tensors, each with its path in the state, to `tensors`."""
     match value:
         case torch.Tensor():
@@ -57,6 +90,9 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> A
                 )
             tensors.append((path, value.detach()))
             return {"tensor": f"{len(tensors) - 1:06d}"}
+        case TensorInRanks():
+            tensors.append((path, value))
+            return {"tensor": f"{len(tensors) - 1:06d}"}
         case dict():
             return {"dict": [[_scalar(k, path), _encode(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]}
         case list() | tuple():
@@ -64,10 +100,6 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor]], path: str) -> A
             return {"list" if isinstance(value, list) else "tuple": items}
         case _:
             return _scalar(value, path)
-
-
-def _copied(value: torch.Tensor, path: str) -> torch.Tensor:
-    return held(value.numel(), path, value.dtype).view(value.shape).copy_(value)
 
 
 def _scalar(value: Any, path: str) -> Any:
@@ -79,7 +111,7 @@ def _scalar(value: Any, path: str) -> Any:
     )
 
 
-def _decode(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _decode(node: Any, tensors: Mapping[str, Any]) -> Any:
     if not isinstance(node, dict):
         return node
     ((kind, inner),) = node.items()

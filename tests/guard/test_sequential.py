@@ -345,7 +345,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "82d73c09c1eca2c28873054993b4032812c1ac5ca279b4c60eca1ab2b47db721"
+GOLDEN = "ca12ddfb3f2c5a3e21ebe861f9180efa855500586c10f1084f55c70e42eb23d2"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

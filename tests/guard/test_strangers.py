@@ -199,3 +199,20 @@ def test_who_repeats_itself_more_than_launched_replicas_is_left_out_until_it_doe
 def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence):
     of_one = score(0.0).model_copy(update={"again": again, "again_own": own})
     assert repetition_of([of_one]) == pytest.approx(evidence)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "evidence"),
+    [
+        (0.2, 0.5, 3.0),  # others pull back what it adds in each round
+        (0.2, 0.25, 1.5),
+        (0.5, 0.2, 1.0),  # what others have sent, added to its own, hides nothing
+        (None, 0.5, 1.2),
+        (0.2, None, 1.2),
+    ],
+)
+def test_repetition_is_also_beside_how_much_replicas_are_like_each_other(own, other, evidence):
+    alone = score(0.0).model_copy(update={"again": 0.4, "again_own": 0.2})
+    of_one = alone.model_copy(update={"like_own": own, "like_other": other})
+    assert repetition_of([of_one]) == pytest.approx(evidence)
+    assert repetition_of([of_one, alone]) == pytest.approx(1.2), "half of the scorers do not say"

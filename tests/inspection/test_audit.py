@@ -27,7 +27,7 @@ from diloco_orchestrator.inspection.audit.findings import (
 )
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
-from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.launched_here import remember
 from diloco_orchestrator.run_log.point_in_time_view import PointInTimeView
@@ -265,7 +265,7 @@ def test_a_state_that_was_taken_away_is_no_segment_that_cannot_be_audited(payloa
     fleet = Fleet(replicas=1, rounds=9, retention={"payloads": payloads})
     participant = fleet.join(0)
     for _ in range(2):
-        play([participant], [1.0], [replace(report(), state=pack({"of": 1}))])
+        play([participant], [1.0], [replace(report(), state=state_file({"of": 1}))])
     key = keys.state(0, 1, 1)
     if do == "remove":
         fleet.store.delete(key)

@@ -76,6 +76,11 @@ def test_a_forecast_grows_with_what_it_should_grow_with():
     assert few.requests["PUT"] == pytest.approx(
         forecast(config(replicas=2, quorum="all"), 60.0, 1_000_000).requests["PUT"] + 2.0, rel=1e-9
     )
+    puts = {
+        kept: forecast(config(replicas=2, replica_state=kept), 60.0, 100_000_000).requests["PUT"]
+        for kept in ("round", "none")
+    }
+    assert puts["round"] - puts["none"] == pytest.approx(2 * (12 + 1)), "800 MB of moments in 64 MiB each, and an index"
     assert forecast(config(replicas=40), 60.0).requests["GET"] > 20 * small.requests["GET"]  # each reads from each
     assert forecast(config(replicas=2), 600.0).requests["GET"] > small.requests["GET"]
     assert forecast(config(replicas=2), 60.0, 100_000_000).requests["PUT"] > small.requests["PUT"]  # more shards

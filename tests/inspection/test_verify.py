@@ -12,7 +12,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import FileInfo, Halt, Retention, Snapshot
-from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -24,7 +24,7 @@ STAMP = Stamp("test", lambda: 0.0)
 def reports(round_: int, scored: bool = True) -> list[ContributionFields]:
     """Two replicas that score and save a state."""
     made = [report(share=i, score=0.5 + 0.01 * round_ if scored else None, in_loop=0.5) for i in (0, 1)]
-    return [ContributionFields(**{**vars(each), "state": pack({"of": i})}) for i, each in enumerate(made)]
+    return [ContributionFields(**{**vars(each), "state": state_file({"of": i})}) for i, each in enumerate(made)]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_a_commit_rewritten_with_its_whole_tail_is_found_by_the_arithmetic(finis
         objects[keys.commit(round_)] = json.dumps(commit, sort_keys=True, separators=(",", ":")).encode() + b"\n"
         previous = sha256_hex(objects[keys.commit(round_)])
     key, words = found(store_of(objects))
-    assert key == keys.commit(2) and words.startswith("who is averaged is [0]")
+    assert key == keys.commit(2) and words.startswith("is void: its who is averaged is [0]; [0, 1] follows")
 
 
 def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None]) -> tuple[str, str]:
@@ -221,30 +221,61 @@ def forge(finished: dict[str, bytes], round_: int, change: Callable[[dict], None
     return found(store_of(objects))
 
 
+def leave_out(commit: dict, replica_id: int) -> None:
+    """Name a replica's contribution as one of another base, so that a round of two averages nobody."""
+    commit["answers"][replica_id]["kind"] = "wrong_base"
+    for each in commit["answers"]:
+        each["averaged"] = False
+    commit.update(applied=False, outer_step=2, empty_rounds=1)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda c: c.update(base_digest="b3:" + "0" * 64), "base_digest is "),
-        (lambda c: c.update(applied=False, outer_step=2), "applied is False; the rules of a round says True"),
-        (lambda c: c["guard"].update(n=99), "guard is"),
-        (lambda c: c["verdict"].update(value=0.9), "verdict is"),
-        (lambda c: c.update(stop="completed"), "stop is completed; the rules of a round says none"),
-        (lambda c: c.update(empty_rounds=1), "empty_rounds is 1"),
-        (lambda c: c["answers"][0].update(tokens=2), "tokens is 0; the commit that names it says 2"),
+        (lambda c: c.update(applied=False, outer_step=2), "is void: its applied is False; True follows"),
+        (lambda c: c["guard"].update(n=99), "is void: its guard is not what the scores in its manifests give"),
+        (lambda c: c["verdict"].update(value=0.9), "is void: its verdict is not what the scores in its manifests give"),
+        (lambda c: c.update(stop="completed"), "is void: its stop is 'completed', after 2 of 4 outer steps"),
+        (lambda c: c.update(stop="halted"), "halts the run, though neither the guard nor a request does"),
+        (lambda c: c.update(empty_rounds=1), "is void: its empty_rounds is 1"),
+        (
+            lambda c: c["answers"][0].update(tokens=2),
+            "is void: it has other steps, tokens, norm",
+        ),
         (
             lambda c: c["answers"][0].update(attempt=0),
             "kind is unverifiable; a commit that names no attempt says delta",
         ),
+        (lambda c: c["answers"][0].update(train_s=9.0), "train_s is"),
         (lambda c: c["answers"][0].update(attempt=2), "attempt is 1; the commit that names it says 2"),
-        (lambda c: c["answers"][0].update(kind="wrong_base"), "names the base that round 3 started from"),
-        (lambda c: c["answers"].append(c["answers"][1]), "lists the answers of replicas [0, 1, 1]"),
-        (lambda c: c.update(leg=7), "says leg 7, in the middle of leg 1"),
-        (lambda c: c.update(fragment=1), "fragment is 0; the commit that names it says 1"),
-        (lambda c: c.update(roster=[0]), "leaves replicas [1] off the next roster"),
+        (lambda c: leave_out(c, 0), "names the base that round 3 started from"),
+        (lambda c: c["answers"].append(c["answers"][1]), "is void: it lists the answers of replicas [0, 1, 1]"),
+        (lambda c: c.update(leg=7), "is void: its leg is 7; 1 follows"),
+        (lambda c: c.update(fragment=1), "is void: its fragment is 1; 0 follows"),
+        (lambda c: c.update(roster=[0]), "is void: its roster is [0], of 2 replicas"),
+        (lambda c: c["figures"].update(tokens=5), "figures is"),
     ],
 )
 def test_a_forged_commit_is_found_by_the_rules(finished, change, words):
     assert forge(finished, 3, change)[1].startswith(words)
+
+
+def test_a_roster_without_a_replica_that_answered_is_found():
+    fleet = Fleet(replicas=2, max_replicas=3, quorum=2, rounds=9)
+    participants = [fleet.join(i) for i in range(3)]
+    for participant in participants:
+        answer(participant, 1.0)
+    participants[0].close()
+    assert verify_run(fleet.store).agrees
+    commit = json.loads(fleet.store.get(keys.commit(1)))
+    assert commit["roster"] == [0, 1, 2]
+    commit["roster"] = [0, 1]
+    fleet.store.put(keys.commit(1), json.dumps(commit, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+    assert found(fleet.store) == (
+        keys.commit(1),
+        "leaves replicas [2] off the next roster, though they answered",
+    )
 
 
 def test_elastic_rounds_carries_halts_and_legs_agree():
@@ -276,7 +307,7 @@ def test_work_that_counts_twice_is_found(finished):
     def again(commit: dict) -> None:
         commit["answers"][0]["origins"].append({"round": 1, "steps": 30})
 
-    assert "origins" in forge(finished, 3, again)[1]
+    assert "other steps, tokens, norm or payload of replica 0" in forge(finished, 3, again)[1]
 
 
 def test_a_run_that_never_began_has_nothing_to_derive():

@@ -99,11 +99,11 @@ def test_inner_steps_that_count_twice_are_found():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"outer_step": 3}, "outer_step is 3; the round before says 2"),
-        ({"guard": None}, "guard is None; the round before says"),
-        ({"applied": True}, "applied is True; a stop by a coordinator says False"),
+        ({"outer_step": 3}, "its outer_step is 3; 2 follows"),
+        ({"guard": None}, "its guard is None"),
+        ({"applied": True}, "its applied is True; False follows"),
         ({"stop": "completed"}, "a coordinator can stop a run as halted or failed"),
-        ({"verdict": CLEAN}, "verdict is Verdict"),
+        ({"verdict": CLEAN}, "its verdict is "),
     ],
 )
 def test_a_stop_by_a_coordinator_moves_nothing(fields, words):

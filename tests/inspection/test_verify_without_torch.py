@@ -7,7 +7,7 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.inspection.verify import Verification, verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.interface import ContributionFields
 
@@ -19,7 +19,7 @@ def finished() -> dict[str, bytes]:
     participants = fleet.join_all()
     for round_ in range(1, 6):
         made = [report(share=i, score=0.5 + 0.01 * round_, in_loop=0.5) for i in (0, 1)]
-        fields = [ContributionFields(**{**vars(each), "state": pack({"of": i})}) for i, each in enumerate(made)]
+        fields = [ContributionFields(**{**vars(each), "state": state_file({"of": i})}) for i, each in enumerate(made)]
         play(participants, [1.0, -0.5 * round_], fields)
         for participant in participants:
             participant.write_snapshot_if_due()
@@ -79,7 +79,7 @@ def test_a_verdict_that_does_not_follow_is_found(finished, no_torch):
     commit = finished[keys.commit(2)].replace(b'"outer_step":2', b'"outer_step":3')
     assert commit != finished[keys.commit(2)]
     found = verified({**finished, keys.commit(2): commit}).disagreement
-    assert found is not None and found.key == keys.commit(2) and "the rules of a round says" in found.words, found
+    assert found is not None and found.key == keys.commit(2) and "its outer_step is 3; 2 follows" in found.words, found
 
 
 def test_a_snapshot_that_the_log_does_not_confirm_is_noted_if_its_files_differ(finished, no_torch):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from blake3 import blake3
 
-from diloco_orchestrator.allreduce.mean import Part, mean_into
+from diloco_orchestrator.allreduce.aggregate import aggregate_of
+from diloco_orchestrator.allreduce.mean import EncodedShards, Part, encoded_shard, mean_into
 from diloco_orchestrator.allreduce.vectors import BLOCK
-from diloco_orchestrator.codecs.table import encode
+from diloco_orchestrator.codecs.table import LARGEST_GROUP, encode
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.outer.base import Base, NamedVector
@@ -89,6 +90,32 @@ def test_averaging_and_stepping_shard_by_shard_gives_the_bits_of_one_after_the_o
         assert together.digest() == apart.digest()
         assert list(average) == (list(names) if fragment == 0 else [])
         assert all(torch.equal(average[name], NamedVector(apart.shapes(names), mean)[name]) for name in average)
+
+
+@pytest.mark.parametrize("outer", [*OUTERS, OuterConfig(lr=0.1, momentum=0.0)], ids=str)
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_averages_that_were_kept_encoded_give_the_bits_of_those_that_are_computed_now(codec, outer):
+    """By scatter-reduce; of three contributions with weights, in two shards that do not end with a block."""
+    generator, numel, shard_numel = torch.Generator().manual_seed(4), BLOCK + 9000, BLOCK + LARGEST_GROUP
+    now = Base.fresh({"w": torch.randn(numel, generator=generator)}, outer, [["w"]], shard_numel)
+    kept, named = now.copy(), list[tuple[Contribution, int]]()
+    bodies: dict[int, list[bytes]] = {}
+    for replica_id in range(3):
+        cut = torch.randn(numel, generator=generator).split(shard_numel)
+        bodies[replica_id] = [encode(shard, codec) for shard in cut]
+        shards = tuple(Shard(digest=bulk_digest(data), size=len(data)) for data in bodies[replica_id])
+        payload = Payload(codec=codec, numel=numel, shard_numel=shard_numel, shards=shards)
+        named.append((manifest_of(replica_id, payload), replica_id + 1))
+    parts = [Part(m.replica_id, w, m.payload, bodies[m.replica_id].__getitem__) for m, w in named]
+    lengths = [len(shard) for shard in cut]
+    averages = EncodedShards(lengths, codec)
+    for index, length in enumerate(lengths):
+        averages.put(index, encoded_shard(aggregate_of("mean", parts, lengths).shard(index), length, codec))
+    how = {"fragment": 0, "named": named, "read": partial(shard_of, bodies), "outer": outer, "keep_average": True}
+    expected = average_and_step(now, **how, codec=codec)
+    found = average_and_step(kept, **how, averages=averages)
+    assert kept.digest() == now.digest()
+    assert torch.equal(found["w"], expected["w"])
 
 
 def shard_of(bodies: dict[int, list[bytes]], manifest: Contribution, index: int) -> bytes:

@@ -125,13 +125,12 @@ def record_classes() -> set[str]:
 def sample_keys() -> tuple[str, ...]:
     """One key of every kind that `protocol.keys` builds, and the files of a snapshot."""
     from diloco_orchestrator.protocol import keys
-    from diloco_orchestrator.snapshots import layout
     from diloco_orchestrator.snapshots.file_plan import index_name
 
     attempt = [keys.intent, keys.handle, keys.cancel, keys.exit_record, keys.log_text, keys.heartbeat, keys.waiting]
     shards = ("model-00001-of-0000K.safetensors", index_name("model"))
     beside = ("config.json", "adapter_model.safetensors", "README.md")
-    files = (layout.MODEL, "outer.safetensors", keys.SNAPSHOT_RECORD, *beside, *shards)
+    files = ("model.safetensors", "outer.safetensors", keys.SNAPSHOT_RECORD, *beside, *shards)
     return (
         *(
             keys.RUN,

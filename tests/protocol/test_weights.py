@@ -7,6 +7,7 @@ import pytest
 from diloco_orchestrator.config import RunConfig, make_config
 from diloco_orchestrator.protocol import weights
 from diloco_orchestrator.protocol.records import Answer, Clipped, Commit, Origin
+from diloco_orchestrator.run_log.entries import CommitEntry
 
 
 def config(**settings: Any) -> RunConfig:
@@ -215,12 +216,12 @@ def commit(*given: int, averaged: bool = True) -> Commit:
 
 def test_a_commit_whose_weights_follow_is_read_as_it_is():
     good = commit(30, 20, 30)
-    assert weights.why_void(good, config()) == "" and weights.as_read(good, config()) is good
+    assert weights.why_void(good, config()) == "" and CommitEntry.of(good, "", config()).commit is good
 
 
 def test_a_void_commit_averages_nobody_for_everybody():
     clipped = (Clipped(replica_id=2, reason="its norm 9 is 9 times the median of the round"),)
-    read = weights.as_read(commit(30, 30, 30).model_copy(update={"clipped": clipped}), config())
+    read = CommitEntry.of(commit(30, 30, 30).model_copy(update={"clipped": clipped}), "", config()).commit
     assert "replica 1 has weight 30; 20 follows from its steps, tokens, norm and payload" in read.reason
     assert (read.applied, read.outer_step, read.empty_rounds) == (False, 4, 1)
     assert not any(answer.averaged for answer in read.answers) and read.clipped == ()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from protocol_fleet import Fleet, answer, close, delta, report, together
+from protocol_fleet import MODEL, Fleet, answer, close, delta, report, together
 from safetensors.torch import load
 from sessions import Counted, context_of
 
@@ -15,7 +15,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.snapshots.model_tensors import LiveBuffers, Untrained, digest_of
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 

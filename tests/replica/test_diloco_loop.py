@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from diloco_orchestrator import (
     make_diloco_outer_loop,
     open_store,
 )
+from diloco_orchestrator.allreduce.owners import ALONE
 from diloco_orchestrator.outer.base import Base
+from diloco_orchestrator.snapshots.stored_state import StoredState
 from diloco_orchestrator.testing import MockManager
 from replica.rounds.interface import ClosedRound
 from replica.rounds.tip import OpenRound
@@ -31,6 +34,7 @@ from replica.training.diloco_loop import DiLoCoLoop
 from replica.training.fp32_shadow import Fp32View, views_of
 from replica.training.fragments import SyncSchedule
 from replica.training.handover import Handover, PlainCopies, ThroughBuffer, buffer_size, handover_of, views_in
+from replica.training.tensor_tree import pack, stored_tree
 
 
 @pytest.mark.parametrize(("delay", "alpha"), CASES)
@@ -358,10 +362,16 @@ def test_between_publishing_and_synchronising_every_step_asks_for_the_round(dela
     assert script.began_to_close == begun and script.outer_step == 1
 
 
+def saved(**values: float) -> Any:
+    """Local values of an earlier attempt, by parameter."""
+    file = pack({name: torch.tensor([value]) for name, value in values.items()})
+    return stored_tree(StoredState.of(ALONE, file), "here")
+
+
 @pytest.mark.parametrize(("delay", "left"), [(0, 0), (1, 1)])
 def test_a_loop_continues_behind_what_an_earlier_attempt_published(delay, left):
     loop, a, b = scripted(script := Script(APPLIED), delay=delay, alpha=0.5)
-    loop.load_local({"a": torch.tensor([4.0]), "b": torch.tensor([4.0])}, from_base=())
+    loop.load_local(saved(a=4.0, b=4.0), from_base=())
     loop.continue_after_publishing()
     inner(loop, left, a, b)
     assert script.published == [] and script.outer_step == 1 and a.item() == -8.0 + 0.5 * (4.0 + left + 8.0)
@@ -369,7 +379,7 @@ def test_a_loop_continues_behind_what_an_earlier_attempt_published(delay, left):
 
 def test_saved_local_values_are_loaded_but_in_fragments_that_moved_since():
     loop, a, b = scripted(Script(fragments=2))
-    loop.load_local({"a": torch.tensor([4.0]), "b": torch.tensor([5.0])}, from_base={0})
+    loop.load_local(saved(a=4.0, b=5.0), from_base={0})
     assert (a.item(), b.item()) == (0.0, 5.0)
 
 

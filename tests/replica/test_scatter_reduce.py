@@ -244,6 +244,15 @@ def test_one_replica_that_calls_every_shard_bad_keeps_nobody_out():
     assert_right(fleet, participants)
 
 
+def test_verify_finds_a_commit_that_bars_a_dealer_whom_no_check_contradicts():
+    fleet, participants = fleet_of("scatter_reduce")
+    commit = played(participants)
+    fleet.engine.put(keys.commit(1), commit.model_copy(update={"barred": (2,)}).to_bytes())
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == keys.commit(1)
+    assert found.words == "is void: its list of who is barred is (2,); () follows"
+
+
 def test_one_replica_that_vouches_for_a_damaged_payload_gets_it_averaged_by_nobody():
     fleet, participants = fleet_of("scatter_reduce")
 

@@ -287,12 +287,15 @@ def test_sessions_tell_who_did_not_train_on_the_data_dealt_to_it(trains_on):
     assert verify_run(fleet.store).disagreement is None
 
 
-def test_contributions_are_compared_with_the_last_ones_of_their_authors():
+def test_contributions_are_compared_with_the_last_ones_of_their_authors_and_of_launched_replicas():
     fleet, participants = fleet_of(rounds=3)
-    for values in ([1.0, 1.0, 1.0, 1.0, 2.0], [1.0, -1.0, 1.0, 1.0, -3.0]):
+    for values in ([1.0, 1.0, 1.0, 1.0, -2.0], [1.0, -1.0, 1.0, 1.0, -3.0]):
         commit = played(participants, values)
     found = {}
     for named in commit.checks or ():
         for each in ContributionReader(fleet.store).checked(commit, named).scored or ():
-            found[named.replica_id, each.replica_id] = (round(each.again or 0, 6), round(each.again_own or 0, 6))
-    assert found == {(i, s): (like, -1.0 if i == 1 else 1.0) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}
+            likes = each.again, each.again_own, each.like_own, each.like_other
+            found[named.replica_id, each.replica_id] = tuple(None if like is None else round(like, 6) for like in likes)
+    turned = {1}  # the launched replica that sends the opposite of what all have sent
+    own = {i: -1.0 if i in turned else 1.0 for i in LAUNCHED}
+    assert found == {(i, s): (1.0, own[i], like, own[i]) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}

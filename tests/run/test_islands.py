@@ -187,13 +187,15 @@ def test_islands_train_what_single_processes_do_however_shards_are_averaged(star
     assert scores[1] == pytest.approx(scores[0], abs=NEAR)
 
 
+@pytest.mark.parametrize("state", ["none", "round"])
 @pytest.mark.parametrize(
     ("model", "mib", "tied"),
     [("fsdp", 64, 0.0), ("fsdp", 41.4, 0.6), ("ddp", 41.4, 0.6), ("fsdp", 160, 0.3)],
     ids=lambda value: str(value),
 )
-def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch, model, mib, tied):
-    """Each of four ranks owns a quarter of the shards: base and momenta, and the bytes up and down.
+def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeypatch, model, mib, tied, state):
+    """Each of four ranks owns a quarter of the shards, base and momenta, moves their bytes and writes a quarter
+    of a saved state.
 
     `mib`: of the model, in shards of 1 MiB. `tied`: the embedding's share of it, which is also the head. Beside a
     rank's part the blocks of 512 KiB of arithmetic, some in each thread, are few.
@@ -209,7 +211,7 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
         settings = {"store": "s3://bucket/run", "ranks_per_replica": [4, 1], "snapshot_every": 100, "rounds": 3}
         # Without scores: the activations of scoring are the model's, and larger than what is measured.
         args = {"model": model, "hidden": hidden, "vocabulary": vocabulary, "measured": str(measured), "heldout": False}
-        run, _ = start(args=args, replica_state="none", guard={"rule": "off"}, **settings)
+        run, _ = start(args=args, replica_state=state, guard={"rule": "off"}, **settings)
         run.wait()
         moved = server.payload_bytes()
     up, down = ([moved[f"{way} 0.{rank}"] for rank in range(4)] for way in ("up", "down"))
@@ -220,6 +222,12 @@ def test_each_rank_holds_and_moves_its_part_of_the_base(start, tmp_path, monkeyp
     )  # of three rounds
     assert down == pytest.approx([each * sum(down) / c for each in shards], rel=0.01)  # and to verify the last base
     assert sum(down) >= 3 * c
+    if state == "round":
+        pieces = math.ceil(2 * c / 2**20)  # of two moments, and of the little that is beside them one more
+        written = [3 * len(range(rank, pieces + 1, 4)) * 2**20 for rank in range(4)]
+        assert moved["largest of a state"] <= 2**20, "as large as a shard"
+        for rank in range(4):
+            assert moved[f"state 0.{rank}"] == pytest.approx(written[rank], abs=3 * 2**20)
     for rank in range(4):
         held, most = (int(number) for number in (measured / f"0.{rank}").read_text().split())
         print(f"rank {rank}: held {4 * held / c:.2f}, at the peak {4 * most / c:.2f} times its part of {mib} MiB")

@@ -42,6 +42,14 @@ def rounds_of(run: LongRun) -> list[int]:
     return [row.round for row in RunReader(run.store).rows()]
 
 
+def test_scores_of_many_bases_cost_one_reading_of_the_log(run: LongRun):
+    reader = RunReader(run.store)
+    reader.heldout_of_base(0)
+    run.store.forget()
+    reader.heldout_of_base(10), reader.best_scored()
+    assert set(run.store.gets) == {keys.commit(216)} and run.store.lists <= 1, (run.store.gets, run.store.lists)
+
+
 def test_which_segments_a_log_has():
     assert missing_segments([], 9) == []
     assert missing_segments([], 35) == [SegmentKey(f, f + 9, "commits") for f in (1, 11, 21)]

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from iam_server import Question, allows
-from protocol_fleet import Fleet, answer, play, tiny_model
+from protocol_fleet import MODEL, Fleet, answer, play, tiny_model
 from stored_snapshots import OUTER
 
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol.records import FileInfo, Retention, Snapshot
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, write_snapshot
+from diloco_orchestrator.snapshots.layout import ModelFiles, write_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.next_leg import begin_next_leg

@@ -13,7 +13,6 @@ from simulation import Simulation
 from simulation_plan import Plan, calm
 from simulation_store import InvariantBroken
 
-from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -132,14 +131,11 @@ def test_void_a_commit_whose_weights_do_not_follow_averages_nobody(monkeypatch):
     simulation = holds(plan)
     third = RunLog(simulation.bucket).commit(3)
     assert third is not None and third.commit.reason.startswith("void")
-    void = entries.why_void
 
-    def refused(commit: Commit, config: RunConfig) -> Commit:
-        if void(commit, config):
-            raise RecordInvalid("the weights of a commit do not follow: it is refused.")
-        return commit
+    def refused(commit: Commit, why: str) -> Commit:
+        raise RecordInvalid("the weights of a commit do not follow: it is refused.")
 
-    monkeypatch.setattr(entries, "as_read", refused)
+    monkeypatch.setattr(entries, "averaging_nobody", refused)
     with pytest.raises((AssertionError, RecordInvalid)):
         holds(plan)
 

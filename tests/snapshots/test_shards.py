@@ -26,7 +26,7 @@ from diloco_orchestrator.snapshots.file_plan import plan_files
 from diloco_orchestrator.snapshots.layout import ModelFiles, existing_files, write_snapshot
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
-from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode, file_size, pieces, read_header
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, encode, file_size, read_header
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
@@ -119,13 +119,6 @@ def test_a_dtype_that_no_file_can_hold_is_refused_with_the_tensors_name():
 def test_what_is_no_header_is_refused(data):
     with pytest.raises(RecordInvalid, match="here is no safetensors file"):
         read_header(lambda start, end: data[start:end], "here")
-
-
-@pytest.mark.parametrize("limit", [1, 3, 10, 11, 100])
-def test_pieces_are_the_bytes_in_order(limit):
-    parts = [b"abc", b"", memoryview(b"defghij"), b"k"]
-    cut = list(pieces(parts, limit))
-    assert b"".join(cut) == b"abcdefghijk" and all(len(piece) == limit for piece in cut[:-1]) and cut[-1]
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------

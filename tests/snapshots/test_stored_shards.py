@@ -38,7 +38,7 @@ def test_it_has_the_digest_of_a_whole_rebuild_and_finds_no_difference(fleet_and_
     for until in (None, 2, 1):
         tip, beside = rebuild(log, begin, until), rebuild_beside(log, begin, until, base=base)
         assert (beside.digest, beside.snapshot_round) == (tip.digest, tip.snapshot_round)
-        assert bool(beside.differing) == (until is not None)
+        assert bool(beside.shards.differing) == (until is not None)
     assert tip.snapshot_round == 0 and rebuild(log, begin).snapshot_round == 2
 
 
@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_found_and_corrected_in_place(fleet_and_base, where):
     flip_bit(getattr(base, where)["bias"], 0)
     assert base.digest() != right
     beside = rebuild_beside(log, log.newest_begin().record, base=base)
-    assert beside.digest == right and list(beside.differing) == [(0, 0)]
+    assert beside.digest == right and list(beside.shards.differing) == [(0, 0)]
     beside.correct(base)
     assert base.digest() == right
 
@@ -63,7 +63,7 @@ def test_a_snapshot_with_a_flipped_bit_is_not_rebuilt_from(fleet_and_base, file,
     fleet.engine.put(key, bytes(data))
     log = RunLog(fleet.store)
     beside = rebuild_beside(log, log.newest_begin().record, base=base)
-    assert beside.snapshot_round == 0 and not beside.differing and "its record names" in caplog.text
+    assert beside.snapshot_round == 0 and not beside.shards.differing and "its record names" in caplog.text
     fleet.engine.put(key, bytes(data[:-4]))
     assert rebuild_beside(log, log.newest_begin().record, base=base).snapshot_round == 0
     assert "ends before its header says" in caplog.text

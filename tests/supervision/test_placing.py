@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_orchestrator.supervision.place_book import speeds
 from diloco_orchestrator.supervision.placing import (
     Limits,
     Open,
@@ -16,7 +17,6 @@ from diloco_orchestrator.supervision.placing import (
     Wait,
     overpaid_usd,
     place,
-    speeds,
 )
 
 NOW = 100_000.0

@@ -14,7 +14,7 @@ from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Halt, Metric
-from diloco_orchestrator.replica.training.tensor_tree import pack
+from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild_files
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
@@ -33,7 +33,7 @@ def fleet_of(rounds: int = 7, **settings: Any) -> tuple[Fleet, list[Participant]
     participants = fleet.join_all()
     for round_ in range(1, rounds + 1):
         scores = [report(share=i, score=0.5 - 0.01 * abs(round_ - 5)) for i in (0, 1)]
-        play(participants, [1.0, 2.0], [type(s)(**{**vars(s), "state": pack("state")}) for s in scores])
+        play(participants, [1.0, 2.0], [type(s)(**{**vars(s), "state": state_file("state")}) for s in scores])
         for participant in participants:
             participant.write_snapshot_if_due()
     return fleet, participants

@@ -14,6 +14,7 @@ from diloco_orchestrator.allreduce.payload import shard_ranges
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.codecs import table as codecs
 from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.replica.training.tensor_tree import state_file, unpack
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.saved_state import read_state
 
@@ -47,7 +48,8 @@ def train(ctx: ReplicaContext) -> None:
             lied = {"copy": lambda: _copied(ctx, participant), "scale": lambda: _scaled(form())}
             if lies.get(replica.round) == "state":
                 theirs = _first_of(ctx, participant)
-                fields = replace(fields, state=list(read_state(ctx._attempt.store, theirs)))
+                tree = unpack(read_state(ctx._attempt.store, theirs), "theirs")
+                fields = replace(fields, state=state_file(tree))
             publish(lied.get(lies.get(replica.round, ""), form), fields, **options)
 
         participant.publish = lying

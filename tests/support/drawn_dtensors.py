@@ -4,6 +4,7 @@ import functools
 import os
 import random
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,14 +14,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.outer.base import BaseLayout
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.replica.training.exchange import Move, is_sharded, owned_by_shard
 from diloco_orchestrator.replica.training.ranks import Exchange, Ranks, pieces_in, read_in_parts
-from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
-from diloco_orchestrator.snapshots.tensor_file import memory_of
+from diloco_orchestrator.replica.training.tensor_tree import pack, state_file, stored_tree
+from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
+from diloco_orchestrator.snapshots.saved_state import read_state
+from diloco_orchestrator.snapshots.stored_state import StoredState, StoredTensor
+from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
+from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.open_store import open_store
 
-_OWN: list[PiecesOfRanks] = []  # of this rank, in the case that runs
+Tensors = dict[str, torch.Tensor]
+
+_OWN: list[Any] = []  # of this rank, in the case that runs
+_STORE: list[Store] = []
 
 
 def exchanged(meeting: str, rank: int, ranks: int, cases: int) -> list[str]:
@@ -34,7 +44,8 @@ def exchanged(meeting: str, rank: int, ranks: int, cases: int) -> list[str]:
     limit = timedelta(seconds=30)  # for the other ranks, where one of them has raised
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
-        joined = Ranks.joined(rank, "127.0.0.1", limit.total_seconds())
+        _STORE[:] = [open_store(f"{meeting}.bucket")]
+        joined = Ranks.joined(rank, "127.0.0.1", limit.total_seconds(), store=_STORE[0])
         found = [_exchange(joined, case) for case in range(cases)]
         joined.close()
         return found
@@ -88,10 +99,52 @@ def _exchange(ranks: Ranks, case: int) -> str:
         found = ranks.owners.make(_own).digests(names)
         assert found == {name: bulk_digest(memory_of(new[name])) for name in names}, f"case {case}: read in parts"
     dist.barrier()
+    _saved(ranks, drawn, tensors, new, case)
     return " ".join(_kind(each) for each in tensors.values())
 
 
-def _own() -> PiecesOfRanks:
+def _saved(ranks: Ranks, drawn: random.Random, tensors: dict[str, Any], new: Tensors, case: int) -> None:
+    """A saved state must have the bytes that one process gives it, and ranks must get it back from its pieces."""
+    _OWN.append(read_in_parts(ranks, {name: each for name, each in tensors.items() if is_sharded(each)}))
+    dist.barrier()
+    if not ranks.rank:
+        pieces = ranks.owners.make(_own)
+        tree: dict[str, Any] = {"steps": 3, **tensors}
+        for name, each in tensors.items():
+            if is_sharded(each):
+                tree[name] = TensorInRanks(pieces, name, TensorSpec.of(each))
+        file, store = state_file(tree, ranks.owners, 8 * drawn.randint(1, 60)), _STORE[0]
+        if drawn.random() < 0.5:
+            file.freeze()
+        shard = file.write(store, 0, case, 1, NoBackground())
+        manifest: Any = SimpleNamespace(state=shard, replica_id=0, round=case, attempt=1)
+        assert b"".join(read_state(store, manifest)) == pack({"steps": 3, **new}), f"case {case}: saved"
+        stored = StoredState.read_from(ranks.owners, store, manifest, NoBackground())
+        found = stored_tree(stored, "here")
+        assert found["steps"] == 3
+    found = ranks.shared(None if ranks.rank else {name: (found[name].spec, found[name].start) for name in tensors})
+    if not ranks.rank:
+        ranks.owners.each(_put, stored)
+    dist.barrier()
+    state: Any = _OWN.pop()
+    with torch.no_grad():
+        for name, (spec, start) in found.items():
+            each = StoredTensor(state, spec, start)
+            tensors[name].zero_()
+            exchange = Exchange(
+                ranks, {name: tensors[name]}, pieces_in(ranks, {name: tensors[name]}), {name: each.owned()}
+            )
+            exchange.spread([name], lambda _, low, high, each=each: each.read(low, high))
+            assert torch.equal(_whole(tensors[name]), new[name]), f"case {case}: {name} as it was saved"
+            each.release()
+    assert not state.held, f"case {case}: {state.held} bytes stay"
+
+
+def _put(stored: StoredState) -> None:
+    _OWN.append(stored)
+
+
+def _own() -> Any:
     return _OWN.pop()
 
 

@@ -56,7 +56,10 @@ class FastS3:
         return Counter(json.loads(self._control("moved")))
 
     def payload_bytes(self) -> Counter[str]:
-        """Bytes of payloads that each rank of a replica on this machine has moved: by "<up|down> <replica>.<rank>"."""
+        """Bytes of payloads that each rank of a replica on this machine has moved: by "<up|down> <replica>.<rank>".
+
+        Of saved states those written, by "state <replica>.<rank>", and the largest object.
+        """
         return Counter(json.loads(self._control("payload_bytes")))
 
     def forget(self, part: str) -> int:
@@ -178,6 +181,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.moved["up"] += len(body)
         if body and "/payload/" in key:
             self.server.payload_bytes[f"up {self._peer}"] += len(body)
+        if body and "/state/" in key:
+            self.server.payload_bytes[f"state {self._peer}"] += len(body)
+            largest = self.server.payload_bytes["largest of a state"]
+            self.server.payload_bytes["largest of a state"] = max(largest, len(body))
         match kind:
             case "LIST":
                 self._list(key.rstrip("/"), query)

@@ -40,6 +40,7 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 
 INPUTS, HIDDEN, CLASSES = 8, 16, 4
 STEPS, BATCH, LR = 20, 64, 1.0  # the learning rate falls to a tenth
+FRESH = 8192  # items of a run that nobody has seen
 HELDOUT, SHARE = 2048, 256  # items that judge a run at its end; items of each replica's share, which the guard sees
 _SHAPES = {"b1": (HIDDEN,), "b2": (CLASSES,), "w1": (INPUTS, HIDDEN), "w2": (HIDDEN, CLASSES)}  # in name order
 
@@ -65,6 +66,16 @@ def logits(model: Mapping[str, torch.Tensor], items: torch.Tensor) -> torch.Tens
 
 class Task:
     """Labels by a teacher, a tenth of them drawn at random; batches of every replica; held-out items."""
+
+    shapes: Mapping[str, tuple[int, ...]] = _SHAPES
+
+    def model(self, seed: int) -> torch.nn.Module:
+        """The model that all replicas begin with."""
+        return Classifier(seed)
+
+    def rate(self, done: float) -> float:
+        """The learning rate once this share of the rounds is over."""
+        return LR * (1.0 - 0.9 * done)
 
     def __init__(self, seed: int) -> None:
         self._draw = torch.Generator().manual_seed(1000 + seed)
@@ -100,6 +111,16 @@ class Task:
         """The cross entropy of each held-out item."""
         items, labels = self.heldout
         return torch.nn.functional.cross_entropy(logits(model, items), labels, reduction="none")
+
+    def losses_at(self, model: Mapping[str, torch.Tensor], begin: int, count: int) -> list[float]:
+        """The losses of some held-out items."""
+        return [float(loss) for loss in self.losses(model)[begin:][:count]]
+
+    def fresh_loss(self, model: Mapping[str, torch.Tensor], seed: int) -> float:
+        """The mean loss on items that are neither held out nor trained on."""
+        self._draw = torch.Generator().manual_seed(100_000 + seed)
+        self.heldout = self.batch((FRESH,))
+        return float(self.losses(model).mean())
 
     def trained(self, base: Mapping[str, torch.Tensor], replicas: int, lr: float) -> tuple[list[Values], list[float]]:
         """The pseudo-gradient of each replica after its inner steps, and its mean training loss."""
@@ -195,7 +216,7 @@ class HostileFleet(Fleet):
         self._share, self._dealt, self._untrained = share, dealt, untrained
         self._attack, self._honest = attack, replicas - attackers
         self._clock = ManualClock()
-        joined = [self.join(i, model=Classifier(seed), clock=self._clock) for i in range(replicas)]
+        joined = [self.join(i, model=self.task.model(seed), clock=self._clock) for i in range(replicas)]
         self.deciders = joined[:deciders]
         for participant in self.deciders:
             on_dealt = partial(self._dealt_scores_of, participant) if dealt else None
@@ -234,14 +255,14 @@ class HostileFleet(Fleet):
 
     def _round(self) -> None:
         first = self.deciders[0]
-        parameters = {name: first.base.parameters[name] for name in _SHAPES}
+        parameters = {name: first.base.parameters[name] for name in self.task.shapes}
         scores = self.task.losses(parameters)
         round_, final_evaluation = first.open.round, first.open.final_evaluation
         done = first.open.outer_step / self.config.rounds
-        deltas, losses = self.task.trained(parameters, self.replicas, LR * (1.0 - 0.9 * done))
+        deltas, losses = self.task.trained(parameters, self.replicas, self.task.rate(done))
         for i in range(self._honest, self.replicas) if self._untrained else ():
             self.task.deal_other_items(i)
-        flat = [torch.cat([delta[name].reshape(-1) for name in _SHAPES]) for delta in deltas]
+        flat = [torch.cat([delta[name].reshape(-1) for name in self.task.shapes]) for delta in deltas]
         self._clock.advance(10.0)
         said = [self._fields(i, scores, losses[i]) for i in range(self.replicas)]
         for participant, vector, fields in zip(self.deciders, flat, said, strict=False):
@@ -269,8 +290,8 @@ class HostileFleet(Fleet):
     def _scores_of(self, participant: Participant, base: Base) -> list[float]:
         """A base's score on each item that the open round deals to a participant; higher is better."""
         dealt = deal(self.replicas, participant.open.roster)[participant._attempt.replica_id]
-        losses = self.task.losses(base.parameters)
-        return [-loss for share in dealt for loss in losses[share * self._share % HELDOUT :][: self._share].tolist()]
+        begins = [share * self._share % HELDOUT for share in dealt]
+        return [-loss for at in begins for loss in self.task.losses_at(base.parameters, at, self._share)]
 
     def _dealt_scores_of(
         self, participant: Participant, base: Base, contribution: Contribution

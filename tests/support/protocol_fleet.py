@@ -22,7 +22,7 @@ from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.layout import MODEL, ModelFiles, describe
+from diloco_orchestrator.snapshots.layout import ModelFiles, describe
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
@@ -32,6 +32,7 @@ from replica.rounds.interface import ContributionFields
 from replica.rounds.own_model import OwnModel
 from replica.rounds.participant import Participant
 
+MODEL = "model.safetensors"  # of a snapshot of a model that is small enough for one file
 FAST = {"poll_s": 0.01, "round_timeout_s": PATIENCE_S, "startup_timeout_s": PATIENCE_S}
 BY_HAND = {"poll_s": 0.5, "round_timeout_s": 20.0, "startup_timeout_s": 20.0}  # for fleets on a clock moved by hand
 

@@ -24,9 +24,6 @@ SHORT_UNTIL = 32
 # lag little behind slower ones. The rise of its last pair as a share of what the halves say: a climb that has stopped
 # is none. The error of its end in sigmas, found by simulation.
 CLIMB, STEEP, STILL, CLIMB_ERROR = 8, 4.0, 0.8, 0.55
-# Sigmas above the run's first score from which on a level is that of a climb: a share of the rounds until then lay far
-# below it, so that it is the best of fewer.
-CLIMBED, OF_A_CLIMB = 3.0, 8
 CHANGES = 4  # from one round to the next, the smallest of which is that of few items' answers
 _DEFAULT = 10.0
 _NAMES = ("slow fall", "fast fall")
@@ -56,10 +53,10 @@ class BestLevel(Remembered):
 
     The mean of a block lies half a block behind a climb. So where the last eight scores climb steeply, their straight
     line is a fourth measure: its end, but no more than the highest of them, so that a climb that stops is no fall.
-    Stored state: 16 numbers.
+    Stored state: 12 numbers.
     """
 
-    # By block, the climb last: level as measured, size of second differences then, last model, and rounds until then.
+    # By block, the climb last: level as measured, size of second differences then, and last model.
     best: list[Any] = field(default_factory=lambda: [None] * (len(BLOCKS) + 1))
 
     def learn(self, model: int, scores: Sequence[float], noise: Noise) -> None:
@@ -77,7 +74,7 @@ class BestLevel(Remembered):
             self._compare(len(BLOCKS), end, model, noise)
 
     def _compare(self, index: int, level: float, model: int, noise: Noise) -> None:
-        found, best = self._block(level, model, noise), self.best[index]
+        found, best = [level, noise.present(), model], self.best[index]
         if best is None or self._bound(index, found, noise) > self._bound(index, best, noise):
             self.best[index] = found
 
@@ -91,25 +88,17 @@ class BestLevel(Remembered):
         ]
         return max(found, key=lambda each: each.bound) if found else None
 
-    def _block(self, level: float, model: int, noise: Noise) -> list[Any]:
-        """A block of rounds that ends with the base of round `model`, as it is stored."""
-        return [level, noise.present(), model, noise.count]
-
     def _bound(self, index: int, block: list[Any], noise: Noise) -> float:
         """The mean of a block of rounds less what chance explains, by the noise of that time or now, whichever is
         larger.
 
-        The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds.
+        The best of many blocks is above its level by chance; by how much grows with the logarithm of the rounds: of
+        all, because a plateau after a fast climb has almost as many chances.
         """
         level, sigma = block[0], noise.sigma(block[1])
-        errors = math.sqrt(max(self._rounds(block, sigma, noise).bit_length() - 1, 1))
+        errors = math.sqrt(max(noise.count.bit_length() - 1, 1))
         part = 1 / math.sqrt(BLOCKS[index]) if index < len(BLOCKS) else CLIMB_ERROR
         return float(level - errors * part * sigma)
-
-    def _rounds(self, block: list[Any], sigma: float, noise: Noise) -> int:
-        """The number of rounds of which a block is the best: all, or after a climb an eighth of those until then."""
-        level, _, _, until = block
-        return int(until) // OF_A_CLIMB if level > CLIMBED * sigma else noise.count
 
 
 def _end_of_climb(scores: Sequence[float], sigma: float) -> float | None:

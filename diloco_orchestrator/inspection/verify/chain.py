@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.verify.bases import BaseDeriver
+from diloco_orchestrator.inspection.verify.claims import check_claims, check_said
 from diloco_orchestrator.inspection.verify.findings import (
     Differs,
     Verification,
@@ -23,7 +24,6 @@ from diloco_orchestrator.inspection.verify.findings import (
     optional,
     parse,
 )
-from diloco_orchestrator.inspection.verify.guard import check_claims, check_conclusion
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog, take_stock
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, UnreadBase
 from diloco_orchestrator.protocol import keys, rounds
@@ -31,7 +31,6 @@ from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.protocol.void_commits import Before, LegRules
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -92,12 +91,11 @@ def _disagrees(key: str, words: str) -> None:
 
 @dataclass
 class _Derived:
-    """Position, base and guard state of a run, recomputed from all commits checked so far since a start or resume."""
+    """Position and base of a run, recomputed from all commits checked so far since a start or resume."""
 
     position: Position
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
     base: "Base | UnreadBase | None"  # None while it cannot be computed because payloads were deleted
-    guard: Mapping[str, Any] | None  # the guard's state
     last: Commit | None = None  # of the leg
 
 
@@ -117,14 +115,6 @@ def _tensors(log: RunLog, done: Verification) -> "Tensors | None":
     return found
 
 
-def _as_checked(entry: CommitEntry) -> Commit:
-    """The commit to compare with the log: as readers take it, or one that contradicts the log as it was written.
-
-    The latter is void for every reader; here it has to disagree.
-    """
-    return entry.written if entry.contradicts else entry.commit
-
-
 class _Verifier:
     def __init__(
         self, log: RunLog, done: Verification, on_round: Callable[[int], None], noted: Sequence[Noted]
@@ -133,12 +123,12 @@ class _Verifier:
         self._farthest = max(noted, key=lambda each: each.head.round, default=None)
         self._log = log
         self._store = log.store
-        self._config = log.run.config
         self._done = done
         self._on_round = on_round
         self._tensors = _tensors(log, done)
         self._snapshots = SnapshotChecker(log, done, self._tensors)
         self._commits: Iterator[CommitEntry] = iter(())  # of all legs
+        self._last: CommitEntry | None = None  # the commit that was checked last
         self._next: CommitEntry | None = None  # the commit that is checked next
         # By round, for rounds whose base has a snapshot or starts a leg:
         self._digests: dict[int, str | None] = {}
@@ -259,13 +249,12 @@ class _Verifier:
             position=self._log.leg_position(begin),
             digest=None if self._tensors is None else digest,  # claims are compared with what was computed
             base=self._snapshots.base(begin.from_round, digest, self._start),
-            guard=begin.guard,
         )
         if derived.base is None:
             record = keys.snapshot(begin.from_round, keys.SNAPSHOT_RECORD)
             raise Differs(record, f"is missing; leg {leg} starts from it")
         self._done.checked["legs"] += 1
-        while self._commit(derived, entry):
+        while self._commit(derived, begin):
             pass
         self._check_result(begin, derived)
         return derived
@@ -315,36 +304,25 @@ class _Verifier:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def _commit(self, derived: _Derived, entry: Entry[Begin]) -> bool:
+    def _commit(self, derived: _Derived, begin: Begin) -> bool:
         """Check the leg's next commit and advance `derived`; False if the leg (start to stop) has no further one."""
-        begin, commit_entry = entry.record, self._next_of_leg(derived, entry.record)
-        if commit_entry is None:
+        entry = self._next_of_leg(derived, begin)
+        if entry is None:
             return False
-        commit, key = _as_checked(commit_entry), keys.commit(commit_entry.commit.round)
-        void = "" if commit_entry.contradicts else commit_entry.void
+        commit, key = entry.commit, keys.commit(entry.commit.round)
         self._on_round(commit.round)
-        self._check_link(derived, entry, commit_entry)
+        self._check_noted(entry)
+        _check_not_void(key, entry)
         manifests = self._bases.manifests(commit)
         check_claims(key, commit, manifests, derived.digest, self._done)
-        config = self._log.configs.of(begin.leg)
-        roster = derived.last.roster if derived.last else tuple(range(config.replicas))
-        check_conclusion(
-            key,
-            commit,
-            manifests,
-            LegRules(begin, entry.sha256, config, len(self._start.synced_fragments)),
-            Before(derived.position, derived.guard, roster, norms=None),
-            self._start.heldout,
-            halt=self._halt(commit),
-            void=void,
-            checks=self._bases.checks(commit) if self._start.scores_strangers else None,
-        )
-        if commit_entry.contradicts:
-            raise Differs(key, f"is void: {commit_entry.contradicts}")
-        if void:
-            self._done.notes.append(f"{key} is void and averages nobody: {void}")
+        _check_not_void(key, self._with_verdict(entry, manifests))
+        if entry.void:
+            self._done.notes.append(f"{key} is void and averages nobody: {entry.void}")
+        else:
+            self._check_halt(key, commit)
+            check_said(key, commit, manifests, self._log.configs.of(begin.leg))
         self._check_step(key, commit, derived, manifests)
-        self._move(derived, commit, commit_entry.sha256)
+        self._move(derived, entry)
         self._done.checked["rounds"] += 1
         self._next_commit(commit.round + 1)
         return True
@@ -361,33 +339,24 @@ class _Verifier:
                 raise Differs(key, f"is missing, though leg {begin.leg + 1} began after it")
             self._check_nothing_after(round_)
             return None
-        if found.unreadable:
-            raise Differs(key, f"is void: {found.unreadable}")
-        if (leg := _as_checked(found).leg) == begin.leg:
+        if found.written.leg == begin.leg + 1 and (why := self._log.why_foreign(begin.leg + 1)):
+            raise Differs(keys.begin(begin.leg + 1), why)
+        if found.commit.leg == begin.leg:
             return found
-        if leg == begin.leg + 1 and (why := self._log.why_foreign(leg)):
-            raise Differs(keys.begin(leg), why)
-        if leg != begin.leg + 1 or self._log.newest_leg() < leg:
-            raise Differs(key, f"says leg {leg}, in the middle of leg {begin.leg}")
+        if self._log.newest_leg() < found.commit.leg:
+            raise Differs(key, f"says leg {found.commit.leg}, which has not begun")
         return None
 
-    def _check_link(self, derived: _Derived, entry: Entry[Begin], found: CommitEntry) -> None:
-        """Raise `Differs` unless a commit follows the one before it, in the leg of `entry`, and names replicas in
-        order.
-        """
-        commit, leg = _as_checked(found), entry.record.leg
-        key = keys.commit(commit.round)
+    def _check_noted(self, entry: CommitEntry) -> None:
+        """Raise `Differs` unless a commit is the one in noted heads and in the segment of its round."""
+        round_ = entry.commit.round
         for each in self._noted:
-            if each.head.round == commit.round and not each.head.is_of(commit.round, found.sha256):
-                raise Differs(key, f"has the digest {found.sha256[:16]}; the head {each.head.short} {each.words}")
-        self._bases.segments.check_commit(commit.round, len(found.written.to_bytes()))
-        equal(key, "previous", commit.previous, derived.position.sha256, "the record before it")
-        equal(key, "begin_sha256", commit.begin_sha256, entry.sha256, f"the digest of {keys.begin(leg)}")
-        if derived.position.stop != "none":
-            raise Differs(key, f"follows round {commit.round - 1}, which stopped the leg")
-        ids, replicas = [answer.replica_id for answer in commit.answers], self._config.most_replicas
-        if ids != sorted(set(ids)) or any(i >= replicas for i in ids):
-            raise Differs(key, f"lists the answers of replicas {ids}, of {replicas} replicas")
+            if each.head.round == round_ and not each.head.is_of(round_, entry.sha256):
+                raise Differs(
+                    keys.commit(round_),
+                    f"has the digest {entry.sha256[:16]}; the head {each.head.short} {each.words}",
+                )
+        self._bases.segments.check_commit(round_, len(entry.written.to_bytes()))
 
     def _next_commit(self, round_: int) -> None:
         """Read the commit of `round_` into `_next`: None if there is none. Raises `Differs` if it is invalid."""
@@ -405,12 +374,26 @@ class _Verifier:
             if keys.commit.parse(info.key) and read_optional(self._store, info.key) is not None:
                 raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
 
-    def _halt(self, commit: Commit) -> str:
-        """The reason of the halt request that a commit obeys; empty if it obeys none, even if one exists now."""
-        if commit.stop != "halted" or not commit.reason.startswith("halt requested"):
-            return ""
-        why = f"the commit of round {commit.round} obeys it"
-        return needed(keys.halt(commit.leg), partial(self._log.halt, commit.leg), why).reason
+    def _with_verdict(self, entry: CommitEntry, manifests: Mapping[int, Contribution | None]) -> CommitEntry:
+        """`entry` as a replica reads it, with answers, guard and checks compared with `manifests`: void if they differ.
+
+        `manifests`: those that the commit names, by replica id; None for one that cannot be read.
+        """
+        key, answers = keys.commit(entry.commit.round), entry.written.answers
+        received = {a.manifest_sha256: m for a in answers if (m := manifests[a.replica_id]) is not None}
+        checks = self._bases.checks(entry.written)
+        read = partial(self._log.conclusions.read, entry, self._last, derive_verdict=True)
+        return optional(key, lambda: read(received=received, checks=checks))
+
+    def _check_halt(self, key: str, commit: Commit) -> None:
+        """Raise `Differs` if a commit halts the run, and neither the guard nor a request or a coordinator did."""
+        if commit.stop != "halted" or commit.fired:
+            return
+        if commit.reason.startswith("halt requested"):
+            why = f"the commit of round {commit.round} obeys it"
+            needed(keys.halt(commit.leg), partial(self._log.halt, commit.leg), why)
+        elif not commit.by_coordinator:
+            raise Differs(key, "halts the run, though neither the guard nor a request does")
 
     def _check_step(
         self, key: str, commit: Commit, derived: _Derived, manifests: Mapping[int, Contribution | None]
@@ -428,14 +411,20 @@ class _Verifier:
             self._done.checked["outer steps"] += 1
         derived.digest = derived.base.digest() if derived.base is not None else None
 
-    def _move(self, derived: _Derived, commit: Commit, sha256: str) -> None:
-        derived.position = Position.after(commit, sha256)
-        derived.guard, derived.last = commit.guard, commit
+    def _move(self, derived: _Derived, entry: CommitEntry) -> None:
+        commit = derived.last = entry.commit
+        self._last, derived.position = entry, entry.position
         if commit.applied and commit.round in self._needed:
             self._digests[commit.round] = derived.digest
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
             self._made_in[commit.round] = commit.leg
+
+
+def _check_not_void(key: str, entry: CommitEntry) -> None:
+    """Raise `Differs` if the commit contradicts the log before it, so that every reader takes it as void."""
+    if entry.contradicts:
+        raise Differs(key, f"is void: {entry.contradicts}")
 
 
 def check_probe(store: Store, start: Start) -> None:

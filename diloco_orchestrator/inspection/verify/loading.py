@@ -19,7 +19,8 @@ from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.pull import write_files
 from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import HeldoutSet, Score, Start
+from diloco_orchestrator.protocol.records import Score, Start
+from diloco_orchestrator.protocol.round_metrics import sign_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -183,11 +184,6 @@ class SnapshotLoader:
                 "tolerated. If they scored in bf16 or on another device, tolerate more",
             )
         done.checked["snapshots scored"] += 1
-
-
-def sign_of(heldout: HeldoutSet) -> float:
-    """The factor from a stored score to the metric's own sign: -1 for a loss, stored negated; 1 for a reward."""
-    return -1.0 if heldout.metric == "loss" else 1.0
 
 
 def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:

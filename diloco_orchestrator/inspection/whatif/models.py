@@ -9,9 +9,10 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import write_folder
-from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores, sign_of
+from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Answer
+from diloco_orchestrator.protocol.round_metrics import sign_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
