@@ -5,7 +5,7 @@ import re
 
 import click
 
-from diloco_orchestrator.cli.shared import json_option, reader_of, say, url_argument
+from diloco_orchestrator.cli.shared import json_option, reader_of, say, stamp, url_argument
 
 _SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _replica = click.option("--replica", type=click.IntRange(min=0), required=True, metavar="N", help="An invited replica.")
@@ -45,14 +45,12 @@ def invite(
     code whose digest it names, with temporary credentials that read the run and create objects of replica N alone.
     They are renewed in the bucket, for the machine alone, while somebody supervises the run (`launch`, `attach`).
     """
-    from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.errors import ConfigError
     from diloco_orchestrator.join.grants import create_grant
     from diloco_orchestrator.join.invitations import check_may_invite, create_invitation
     from diloco_orchestrator.join.link import Link
     from diloco_orchestrator.join.temporary_credentials import longest_s, mint
     from diloco_orchestrator.join.windows import LONGEST_S, Windows
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.protocol.signatures import to_text
     from diloco_orchestrator.store.open_store import options_elsewhere
     from diloco_orchestrator.store.signers import signer_of
@@ -70,11 +68,11 @@ def invite(
     signer = signer_of(log.store.url, {}) if presigned else None
     credentials = None if own_credentials or presigned else mint(log.store, replica, lent_s, role)
     where = options_elsewhere(log.store.url, {})
-    stamp = Stamp(random_token(), SystemClock().wall_time)
-    user, invitation = create_invitation(log, replica, lasts_s, stamp)
+    ours = stamp()
+    user, invitation = create_invitation(log, replica, lasts_s, ours)
     if credentials is not None:
-        create_grant(log.store, invitation, 1, credentials, lent_s, role, stamp)
-    requests = b"" if signer is None else Windows(log.store, signer, stamp).open(invitation, lent_s).to_bytes()
+        create_grant(log.store, invitation, 1, credentials, lent_s, role, ours)
+    requests = b"" if signer is None else Windows(log.store, signer, ours).open(invitation, lent_s).to_bytes()
     link = Link(
         url=log.store.url,
         endpoint_url=where.get("endpoint_url", ""),
@@ -97,12 +95,9 @@ def invite(
 @json_option
 def revoke(url: str, replica: int, as_json: bool) -> None:
     """Revoke all links to replica N of the run in URL, and end the attempt that runs by one of them."""
-    from diloco_orchestrator.clock import SystemClock, random_token
     from diloco_orchestrator.join import invitations
-    from diloco_orchestrator.protocol.record_format import Stamp
 
-    stamp = Stamp(random_token(), SystemClock().wall_time)
-    found = invitations.revoke(reader_of(url).log, replica, stamp)
+    found = invitations.revoke(reader_of(url).log, replica, stamp())
     words = (
         f"{found} links are revoked. Whoever supervises the run launches the replica's next attempt, from which on no "
         "key of theirs counts. Temporary credentials and signed requests go on to read, and to create objects of this "

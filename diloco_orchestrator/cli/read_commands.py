@@ -22,6 +22,7 @@ from diloco_orchestrator.cli.shared import (
     say,
     score_option,
     signed_by_option,
+    stamp,
     store_of,
     trust_option,
     url_argument,
@@ -386,17 +387,14 @@ def key(
 
 def _change_keys(reader: "RunReader", certify: str | None, why: str, as_json: bool) -> None:
     """Certify the user with the line `certify`, or replace the run's keys."""
-    from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.supervision import rotation
 
-    stamp = Stamp(random_token(), SystemClock().wall_time)
     if certify is not None:
-        record = rotation.certify(reader.log, certify, "diloco key", stamp)
+        record = rotation.certify(reader.log, certify, "diloco key", stamp())
         words = f"{record.operator.key} may supervise the run until its keys are rotated."
         say(as_json, {"certified": record.operator.key}, words)
         return
-    found = rotation.rotate(reader.log, "diloco key", why, stamp)
+    found = rotation.rotate(reader.log, "diloco key", why, stamp())
     words = (
         "The run halts after its open round; its coordinator goes on with new keys. Where none runs: `diloco resume`."
         if found is None

@@ -18,6 +18,7 @@ from diloco_orchestrator.cli.shared import (
     say,
     secret_option,
     signed_by_option,
+    stamp,
     texts,
     trust_option,
     url_argument,
@@ -261,12 +262,10 @@ def resume(
 @json_option
 def halt(url: str, reason: str, as_json: bool) -> None:
     """Ask the run in URL to stop after its open round, which is applied."""
-    from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.append import request_halt
 
     reader = reader_of(url)
-    request_halt(reader.log, "diloco halt", reason, Stamp(random_token(), SystemClock().wall_time))
+    request_halt(reader.log, "diloco halt", reason, stamp())
     say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
 
 
@@ -276,12 +275,10 @@ def halt(url: str, reason: str, as_json: bool) -> None:
 @json_option
 def scale(url: str, replicas: int, as_json: bool) -> None:
     """Train with REPLICAS replicas from now on, in a run in URL that was launched with --replicas 4..16."""
-    from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.append import request_scale
 
     reader = reader_of(url)
-    request_scale(reader.log, replicas, "diloco scale", Stamp(random_token(), SystemClock().wall_time))
+    request_scale(reader.log, replicas, "diloco scale", stamp())
     text = f"asked; who supervises the run launches or ends replicas until {replicas} train"
     say(as_json, {"url": reader.store.url, "replicas": replicas}, text)
 
@@ -294,8 +291,6 @@ def scale(url: str, replicas: int, as_json: bool) -> None:
 @json_option
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.clock import SystemClock, random_token
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.supervision.retention import delete, note_wider, plan
 
     reader = reader_of(url)
@@ -303,7 +298,7 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
     retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
     made = plan(reader.log, retention)
     if not dry_run:
-        note_wider(reader.log, retention, "diloco gc", Stamp(random_token(), SystemClock().wall_time))
+        note_wider(reader.log, retention, "diloco gc", stamp())
         delete(reader.store, made)
     verb = "would remove" if dry_run else "removed"
     told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}

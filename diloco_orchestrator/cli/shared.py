@@ -14,6 +14,7 @@ from diloco_orchestrator.redaction import shown
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.status import RunReader
+    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.store.base import Store
 
 EXIT_COMPLETED, EXIT_FAILED, EXIT_USAGE, EXIT_HALTED, EXIT_DISAGREES, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -86,6 +87,14 @@ def reader_of(url: str, signed_by: str | None = None) -> "RunReader":
     if signed_by is not None:
         check_signed_by(reader.run, reader.store.url, signed_by)
     return reader
+
+
+def stamp() -> "Stamp":
+    """A new stamp, which gives the records that a command writes their ids and times."""
+    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.protocol.record_format import Stamp
+
+    return Stamp(random_token(), SystemClock().wall_time)
 
 
 def importable(target: str) -> str:

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, say, store_of, url_argument
+from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, say, stamp, store_of, url_argument
 
 
 @click.command()
@@ -18,14 +18,13 @@ def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> in
 
     Exit 4: the log contradicts an earlier statement. `diloco verify URL --witness PLACE` compares it later.
     """
-    from diloco_orchestrator.clock import SystemClock, random_token
+    from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.witness import Witness
-    from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.run_log.run_store import identity_of_user
     from diloco_orchestrator.store.open_store import absolute_url, open_store
 
     clock, identity = SystemClock(), identity_of_user()
-    watched = Witness(store_of(url), open_store(absolute_url(place)), identity, Stamp(random_token(), clock.wall_time))
+    watched = Witness(store_of(url), open_store(absolute_url(place)), identity, stamp())
     if not as_json:
         echo(f"witness {identity.public.key}")
     while True:

@@ -10,10 +10,10 @@ from typing import Any
 from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, StoreError, StoreFull
 from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folder
-from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.legs import check_base
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by
-from diloco_orchestrator.snapshots.default_base import default_base
+from diloco_orchestrator.snapshots.default_base import default_base, default_bases
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 
@@ -52,9 +52,9 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None, *,
         check_can_sign()
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
-    known = bases(run_log.each_commit(), run_log.begins())
-    round_ = default_base(run_log).round if round_ is None else round_
-    check_base(round_, known, run_log.store.url)
+    begins, known = run_log.begins(), default_bases(run_log)
+    round_ = default_base(run_log, known, begins).round if round_ is None else round_
+    check_base(round_, known.bases(begins), run_log.store.url)
     write_folder(destination, _files(run_log, round_))
     if sign:
         sign_folder(destination)

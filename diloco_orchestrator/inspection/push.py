@@ -16,7 +16,7 @@ from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folder
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol.legs import bases, check_base
+from diloco_orchestrator.protocol.legs import check_base
 from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_store import check_signed_by
@@ -82,7 +82,7 @@ def push_models(
     """Send models of the run that `reader` reads to the Hub, as `push` does and with its errors."""
     if sign:
         check_can_sign()
-    known = bases(reader.log.each_commit(), reader.log.begins())
+    known = reader.bases()
     chosen = sorted(set(rounds)) or [reader.model().round]
     for round_ in chosen:
         check_base(round_, known, reader.store.url)

@@ -331,10 +331,14 @@ class RunReader:
         self.rows()
         return self._as_measured(self._bases.scores.score(round_))
 
+    def bases(self) -> list[int]:
+        """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
+        self.rows()
+        return self._bases.bases(self.log.begins())
+
     def best_scored(self) -> int | None:
         """The round whose base has the best held-out score of all to resume from; None if none is scored."""
-        self.rows()
-        best = self._bases.scores.best(self._bases.bases(self.log.begins()))
+        best = self._bases.scores.best(self.bases())
         return None if self._bases.scores.score(best) is None else best
 
     def _as_measured(self, score: float | None) -> float | None:

@@ -18,6 +18,14 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 log = logging.getLogger(__name__)
 
 
+def default_bases(run_log: RunLog) -> DefaultBases:
+    """The bases and held-out scores that the commits of a run give, from one reading of its log."""
+    begins, folded = run_log.begins(), DefaultBases()
+    for commit in run_log.each_commit():
+        folded.add(commit, begins[commit.leg - 1])
+    return folded
+
+
 def default_base(
     run_log: RunLog, folded: DefaultBases | None = None, begins: Sequence[Begin] | None = None
 ) -> DefaultBase:
@@ -29,7 +37,7 @@ def default_base(
     """
     begins = run_log.begins() if begins is None else begins
     if folded is None:
-        folded = _folded(run_log)
+        folded = default_bases(run_log)
     found = folded.default(begins)
     if not found.after_verdict or run_log.run.config.retention.payloads == "all":
         return found
@@ -47,7 +55,7 @@ def ensure_default_snapshot(
     If it cannot be rebuilt, because payloads were deleted or damaged, the best base with a snapshot is the default.
     `by`: the replica that writes; None for a process that is no replica. `owners`: its ranks.
     """
-    folded = _folded(run_log)
+    folded = default_bases(run_log)
     begins, snapshots = run_log.begins(), ConfirmedSnapshots(run_log)
     found = folded.default(begins)
     if snapshots.take_of(found.round) is not None:
@@ -79,13 +87,6 @@ def url_of_snapshot(run_log: RunLog, round_: int) -> str:
         except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
             log.warning("which of the takes of snapshot %d is right cannot be told: %s", round_, error)
     return keys.snapshot_url(store_url, round_, found[0] if found else keys.SHARED_TAKE)
-
-
-def _folded(run_log: RunLog) -> DefaultBases:
-    begins, folded = run_log.begins(), DefaultBases()
-    for commit in run_log.each_commit():
-        folded.add(commit, begins[commit.leg - 1])
-    return folded
 
 
 def _with_snapshot(snapshots: ConfirmedSnapshots, among: list[int]) -> list[int]:

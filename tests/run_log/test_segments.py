@@ -8,6 +8,7 @@ from long_history import LongRun
 from protocol_fleet import play
 
 from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
@@ -48,6 +49,12 @@ def test_scores_of_many_bases_cost_one_reading_of_the_log(run: LongRun):
     run.store.forget()
     reader.heldout_of_base(10), reader.best_scored()
     assert set(run.store.gets) == {keys.commit(216)} and run.store.lists <= 1, (run.store.gets, run.store.lists)
+
+
+def test_pull_of_the_default_model_reads_the_log_once(run: LongRun, tmp_path):
+    assert copy_model(RunLog(run.store), tmp_path / "model") == 215
+    segments = [key for key in run.store.gets if key.startswith(keys.LOG)]
+    assert segments and len(segments) == len(set(segments)), segments
 
 
 def test_which_segments_a_log_has():
