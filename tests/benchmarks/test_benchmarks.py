@@ -229,7 +229,7 @@ def test_pictures_are_well_formed_and_stay_inside(benchmark_module):
 def test_by_scatter_reduce_the_payloads_that_a_replica_reads_do_not_grow_with_the_fleet(benchmark_module):
     scale = benchmark_module("scale")
     found = {
-        (path, n): scale.played(scale.config_of(n, "int4", path), 10**9, path != "gather", scale.Place(), 1200.0)
+        (path, n): scale.played(scale.config_of(n, "int4", path), 10**9, path, scale.Place(), 1200.0)
         for path, n in itertools.product(("gather", "scatter_reduce"), (8, 32))
     }
     grows = {path: found[path, 32].payload_down / found[path, 8].payload_down for path in ("gather", "scatter_reduce")}

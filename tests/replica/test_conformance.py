@@ -37,7 +37,7 @@ MOOT = {
 PARAMETERS = {"w": torch.ones(3)}
 HALF = {"w": torch.full((3,), 0.5)}
 FIRST = Seen(
-    Notes(attached=True, scores=True, compares=True, steps=12, trainable=1, frozen=1, state_tensors=2, last_item="00"),
+    Notes(scores=True, compares=True, steps=12, trainable=1, frozen=1, state_tensors=2, last_item="00"),
     code=0,
     digests=("a", "b", "c", "d"),
     base=PARAMETERS,
@@ -110,7 +110,7 @@ def test_where_training_is_not_repeatable_rows_that_compare_bits_do_not_apply():
 
 
 def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
-    bare = replace(FIRST, notes=Notes(attached=True, steps=12, trainable=1))
+    bare = replace(FIRST, notes=Notes(steps=12, trainable=1))
     without = checked(first=bare)
     assert outcomes(without) == dict.fromkeys(("saved", "evaluation", "planted", "frozen"), "not applicable")
 
