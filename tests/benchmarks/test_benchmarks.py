@@ -69,7 +69,8 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_sync_has_a_row_for_every_arm(tmp_path: Path):
     rows = rows_of(run("sync", tmp_path / "r", "--fleets", "2x0.01", "--stores", "folder"))
-    assert [row["arm"] for row in rows] == ["this version", "gloo", "torchft", "transfer"]
+    ours = ["fp32", "int4", "int4, scatter_reduce"]
+    assert [row["arm"] for row in rows] == [*ours, "gloo", "torchft", "transfer"]
     assert all(is_number(row[name]) for row in rows for name in ("s, median", "x gloo", "x torchft", "x transfer"))
     assert [row["x gloo"] for row in rows if row["arm"] == "gloo"] == ["1.00"]
     assert {sample["store"] for sample in samples_in(tmp_path / "r")} == {"folder"}
