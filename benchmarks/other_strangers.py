@@ -1,6 +1,7 @@
 """Strangers on ground on which no number of `guard.strangers` was chosen: other models, optimizers, rates and data.
 
-    PYTHONPATH=tests/support python benchmarks/other_strangers.py --docs      # about ten minutes of one core
+    PYTHONPATH=tests/support python benchmarks/other_strangers.py --docs      # two minutes of one core
+    PYTHONPATH=tests/support python benchmarks/other_strangers.py --attacks   # half an hour
 
 Five launched replicas and three strangers, as in benchmarks/strangers.py, of which nobody or all three follow a script.
 """
@@ -180,11 +181,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--only", default="", help="only ground with this in its name")
+    parser.add_argument("--attacks", action="store_true", help="play attackers where nobody's data differ, too")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/attacks.md")
     given = parser.parse_args()
     fleet, seeds = next(iter(IN_FLEETS)), range(given.first_seed, given.first_seed + given.seeds)
     chosen = {name: task for name, task in (grounds(given.rounds) | SPLITS).items() if given.only in name}
-    attacked = [name for name in chosen if name not in SPLITS]
+    attacked = [name for name in chosen if given.attacks and name not in SPLITS]
+    names = NAMES if given.attacks else ()
     rows = []
     with ProcessPoolExecutor(given.processes, initializer=quiet) as pool:
 
@@ -201,12 +204,12 @@ def main() -> None:
                 found = [each.result() for each in hostile[ground, name]]
                 left = sum(each.hostile for each in found) / (HOSTILE * given.rounds * len(seeds))
                 cells.append(f"{excess(found, clean)}, {100 * left:.0f} %")
-            rows.append([ground, *cells, *[""] * (1 + len(NAMES) - len(cells))])
+            rows.append([ground, *cells, *[""] * (1 + len(names) - len(cells))])
             print(rows[-1], file=sys.stderr, flush=True)
-    table = markdown(["ground", "honest strangers left out", *NAMES], rows)
+    table = markdown(["ground", "honest strangers left out", *names], rows)
     command = shlex.join(["python", "benchmarks/other_strangers.py", *sys.argv[1:]])
     text = (
-        f"Taken {time.strftime('%Y-%m-%d')}; {given.rounds} rounds, mean over {given.seeds} seeds.\n\n"
+        f"Taken {time.strftime('%Y-%m-%d')}; {given.rounds} rounds, {given.seeds} seeds from {given.first_seed} on.\n\n"
         f"```\nPYTHONPATH=tests/support .venv/bin/{command}\n```\n\n{table}"
     )
     print(text)

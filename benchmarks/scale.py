@@ -32,7 +32,9 @@ from diloco_orchestrator.allreduce.dealing import (
     at_once_for,
     average_codec_of,
     bytes_down_of_round,
+    dealers_of,
     dealing_of,
+    draw_chance,
     path_of,
     reduced_size,
     shard_numel_of,
@@ -106,6 +108,7 @@ class Round:
 
     phases: dict[str, float] = field(default_factory=dict)
     requests: dict[str, float] = field(default_factory=dict)  # of all replicas
+    reads: dict[str, float] = field(default_factory=dict)  # GETs of a replica, by what they read, without polls
     payload_down: float = 0.0  # bytes of a replica
     records_down: float = 0.0
     up: float = 0.0
@@ -293,12 +296,14 @@ def played(config: RunConfig, numel: int, path: str, place: Place, compute_s: fl
     dead[0] = False
     dealing = dealing_of(9, config, range(n)) if scatter else None
     dealt = busiest = 0.0
+    told = n
     if dealing is not None:
         readers = {
             len(dealing.readers(author, index)) for author in range(min(n, 4)) for index in range(min(shards, 16))
         }
         assert readers == {2}
         dealt = 2.0 * shards / n * (n / (n - 1))  # shards of each other replica's payload that a replica reads
+        told = dealers_of(shards, n)
         busiest = max(dealt, 2.0 * (shards // n) + min(shards % n, 2))  # where they cannot be dealt evenly
     records = records_of(config, shards, max(1, round(dealt)) if scatter else 0)
 
@@ -319,11 +324,12 @@ def played(config: RunConfig, numel: int, path: str, place: Place, compute_s: fl
     slowest_reads = (n - 1) * (busiest if scatter else float(shards))
     read_s = (slowest_reads / shards * size + n * records.manifest) / place.down
     receive = each(lambda: max(read_s, place.requests_s(n + slowest_reads, MOST_PARALLEL, one)))
+    done.reads = {"payload shards": payload_reads, "manifests": n}
     verify_s = slowest_reads / shards * 4 * numel / place.arithmetic + n * records.manifest_s
     done.phases["receive"] = bounded(float(receive.max()), n * (n + payload_reads), place.gets_per_s) + verify_s
     if scatter:
-        tell = each(lambda: max(n * records.checked / place.down, place.requests_s(n + 2, MOST_PARALLEL, one)))
-        done.phases["check"] = bounded(float(tell.max()), n * n, place.gets_per_s) + n * records.checked_s
+        tell = each(lambda: max(told * records.checked / place.down, place.requests_s(told + 2, MOST_PARALLEL, one)))
+        done.phases["check"] = bounded(float(tell.max()), n * told, place.gets_per_s) + told * records.checked_s
     # Decide: the real rule, over who has answered; where some died, it waits for the straggler deadline.
     done.phases["decide"] = records.decide_s + waits(config, times, dead, compute_s) + place.requests_s(2, 1, one)
     pause_s = pace.longest_wait_s(config, compute_s)
@@ -336,22 +342,26 @@ def played(config: RunConfig, numel: int, path: str, place: Place, compute_s: fl
     done.phases["average"] = arithmetic
     if scatter:
         own = busiest
-        drawn = n - 1 - 2 * dealt / shards
+        drawn, chance = n - 1 - 2 * dealt / shards, draw_chance(shards, n)
         rest = shards - own - 1
         written = each(lambda: place.requests_s(own / 2 + 1, 1, one) + averages / n / place.up)
         drew = each(lambda: max(drawn * size / shards / place.down, place.requests_s(drawn, MOST_PARALLEL, one)))
         at_once = at_once_for(max(lengths))
         took = each(
             lambda: (
-                place.requests_s(n, MOST_PARALLEL, one)
+                place.requests_s(told, MOST_PARALLEL, one)
                 + max(rest * averages / shards / place.down, place.requests_s(rest, at_once, one))
             )
         )
-        done.phases["reduce"] = bounded(float((written + drew + took).max()), n * (drawn + n + rest), place.gets_per_s)
+        of_others = {"of a drawn shard": drawn * chance, "averages": rest}
+        done.reads |= {"check records": told, "records of averages": told, **of_others}
+        done.phases["reduce"] = bounded(
+            float((written + drew + took).max()), n * (drawn * chance + told + rest), place.gets_per_s
+        )
     planned = forecast(config, compute_s, numel)
     done.requests = dict(planned.requests)
     done.payload_down = (bytes_down_of_round(n * size, lengths, average, n) if scatter else n * (n - 1) * size) / n
-    done.records_down = n * records.manifest + records.commit + (n * records.checked if scatter else 0.0)
+    done.records_down = n * records.manifest + records.commit + (told * records.checked if scatter else 0.0)
     done.up = size + (averages / n if scatter else 0.0)
     return done
 
@@ -415,7 +425,20 @@ def table(given: argparse.Namespace) -> str:
         f"of arithmetic, {1000 * place.latency_s:g} ms a request in the median, {place.gets_per_s:g} GETs and "
         f"{place.puts_per_s:g} PUTs a second for the run, {100 * given.dying:g} % of replicas missing in a round."
     )
-    return f"{words}\n\n{markdown(columns, rows)}"
+    return f"{words}\n\n{markdown(columns, rows)}\n\n{reads_table(given, place, link)}"
+
+
+def reads_table(given: argparse.Namespace, place: Place, link: Link) -> str:
+    """What a replica reads in a round by scatter-reduce, by kind, of the first size and codec that were asked for."""
+    numel, codec, rows = round(given.billions[0] * 1e9), given.codecs[0], []
+    for n in (n for n in given.replicas if n > 2):
+        config = config_of(n, codec, "scatter_reduce")
+        one = played(config, numel, "scatter_reduce", place, given.compute, link)
+        all_s = n * sum(one.reads.values()) / place.gets_per_s
+        rows.append([f"{n}", *(f"{count:,.0f}" for count in one.reads.values()), f"{all_s:,.1f}"])
+    columns = ("N", *one.reads, f"s for those of all replicas, at {place.gets_per_s:g} a second")
+    heading = f"GETs of a replica in a round by scatter-reduce, {given.billions[0]:g} B in {codec}, without polls:"
+    return f"{heading}\n\n{markdown(columns, rows)}"
 
 
 class FarStore(MemoryStore):

@@ -23,6 +23,7 @@ EXACT = "fp32"  # codec that changes no bit
 # More shards than these spread bytes no better. Large fleets take fewer where that costs less: every rank writes and
 # reads objects by their number, and a store takes some thousand requests a second. Below 64 it hardly costs less.
 _SHARDS_A_RANK, _MOST_SHARDS, _FEW_SHARDS = 4, 256, 64
+_DRAWN = 2  # ranks that average a shard though others do it for them
 _FEWEST_DEALERS = 3  # of two, each would read all payloads
 _FEWEST_AT_ONCE, _IN_FLIGHT = 4, 256 * 2**20  # reduced shards that are read at the same time, and their bytes
 _BYTES_IN_FLIGHT = 8  # of an element: the store engine's buffer and the bytes, in fp32
@@ -32,7 +33,7 @@ _WRITTEN_AT_ONCE = 4  # payload shards
 # Requests a second of all ranks together, as S3 documents them for one prefix; bytes of fp32 a second that a rank
 # decodes, adds or hashes: 16 cores take more, two take less.
 _GETS_PER_S, _PUTS_PER_S, _ARITHMETIC = 5500.0, 3500.0, 10e9
-_SLOWEST = 1.75  # times the latency: the slowest request of those for which a round waits at one time
+SLOWEST = 1.75  # times the latency: the slowest request of those for which a round waits at one time
 
 
 class Link(NamedTuple):
@@ -77,6 +78,20 @@ def dealers(
     return tuple(islice((rank for rank in in_turn if rank != but and (among is None or rank in among)), 2))
 
 
+def draw_chance(shards: int, world_size: int) -> float:
+    """Chance that a rank averages one shard more than it is assigned.
+
+    It is 1 for up to two ranks a shard. Where there are more, two of them for each shard on average find false averages
+    as often; each reads the shard of every payload.
+    """
+    return min(1.0, _DRAWN * shards / world_size)
+
+
+def dealers_of(shards: int, world_size: int) -> int:
+    """Number of ranks that publish what they found about so many shards: the others read what these publish."""
+    return min(world_size, shards + 2)
+
+
 @dataclass(frozen=True)
 class Dealing:
     """The assignment of payload shards to the replicas that verify and average them for all in one round."""
@@ -114,10 +129,12 @@ def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int
     reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]
     pairs = [dealers(0, index, world_size) for index in range(len(lengths))]
     dealt = Counter(rank for pair in pairs for rank in pair)
-    draws = sum(dealt[rank] < len(lengths) for rank in range(world_size))  # ranks that deal not every shard
+    # Ranks that deal not every shard, and of these in the mean those that draw one.
+    draws = sum(dealt[rank] < len(lengths) for rank in range(world_size)) * draw_chance(len(lengths), world_size)
     of_payloads = sum(size * len(pair) for size, pair in zip(sizes, pairs, strict=True)) + draws * max(sizes, default=0)
     made = sum(size * len(pair) for size, pair in zip(reduced, pairs, strict=True)) + draws * max(reduced, default=0)
-    return world_size * (world_size - 1) * sum(sizes), (world_size - 1) * of_payloads + world_size * sum(reduced) - made
+    scattered = (world_size - 1) * of_payloads + world_size * sum(reduced) - made
+    return world_size * (world_size - 1) * sum(sizes), round(scattered)
 
 
 def reduced_size(numel: int, codec: str | None) -> int:
@@ -139,7 +156,7 @@ def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str
     """
     shards, averages = max(1, len(lengths)), sum(reduced_size(length, codec) for length in lengths)
     not_dealt = shards * (1 - 2 / replicas)  # shards that a replica is no dealer of
-    drawn = min(1.0, not_dealt)
+    drawn = min(1.0, not_dealt) * draw_chance(shards, replicas)
     drawn_bytes = drawn * (replicas - 1 - 2 / (replicas - 2)) * payload_bytes / shards
     return round(2 * payload_bytes + drawn_bytes + replicas * (not_dealt - drawn) * averages / shards)
 
@@ -148,10 +165,10 @@ def shard_numel_for(numel: int, world_size: int, most: int, codec: str = EXACT, 
     """Elements per shard, at most `most`, with which scatter-reduce takes the least time over `link`.
 
     It is a multiple of every codec's group. Candidates are four shards a rank, but at most 256 or one a rank, and a
-    half, a quarter and so on of that number, down to 64 and to one for two ranks.
+    half, a quarter and so on of that number, down to 64.
     """
     shards, cuts = max(world_size, min(_SHARDS_A_RANK * world_size, _MOST_SHARDS)), dict[int, float]()
-    while shards >= max(world_size // 2, _FEW_SHARDS) or not cuts:
+    while shards >= _FEW_SHARDS or not cuts:
         cut = min(most, max(1, -(-numel // (shards * LARGEST_GROUP))) * LARGEST_GROUP)
         if cut not in cuts:
             cuts[cut] = _scatter_s(numel, codec, world_size, cut, link)
@@ -185,29 +202,31 @@ def _scatter_s(numel: int, codec: str, n: int, shard_numel: int, link: Link) -> 
     rest = max(0.0, shards - mean - 1)  # averages that others make
     took_s = _writing_s(size, shards, n, link) + ((dealt + 1) * n / shards + 2) * 4 * numel / _ARITHMETIC
     took_s += _reading_s(dealt / shards * n * size, n + n * dealt, n + n * mean, n, link)  # payloads
-    took_s += _reading_s(0, n + 2, n, n, link)  # check records
+    told = dealers_of(shards, n)
+    took_s += _reading_s(0, told + 2, told, n, link)  # check records
     # The shards that it owns, one after the other, and its record; the drawn one; records and averages of others.
-    slow_s = _SLOWEST * link.latency_s
-    in_turn_s = (dealt / 2 + 1 + _batches(n)) * slow_s + averages / n / link.up
+    slow_s = SLOWEST * link.latency_s
+    in_turn_s = (dealt / 2 + 1 + batches(told)) * slow_s + averages / n / link.up
     in_turn_s += _reading_s((n - 1) / shards * size, n - 1, 0, n, link)
     in_turn_s += rest * max(averages / shards / link.down, slow_s / at_once_for(max(lengths, default=0)))
-    return took_s + max(in_turn_s, n * (2 * n + rest) / _GETS_PER_S)
+    return took_s + max(in_turn_s, n * (n * draw_chance(shards, n) + told + rest) / _GETS_PER_S)
 
 
 def _writing_s(size: int, shards: int, ranks: int, link: Link) -> float:
     """Seconds in which each of `ranks` writes `size` bytes in so many shards, then a record."""
-    slow_s = _SLOWEST * link.latency_s
+    slow_s = SLOWEST * link.latency_s
     return max(
-        size / link.up + slow_s, (_batches(shards, _WRITTEN_AT_ONCE) + 1) * slow_s, ranks * (shards + 1) / _PUTS_PER_S
+        size / link.up + slow_s, (batches(shards, _WRITTEN_AT_ONCE) + 1) * slow_s, ranks * (shards + 1) / _PUTS_PER_S
     )
 
 
 def _reading_s(size: float, requests: int, mean: float, ranks: int, link: Link) -> float:
     """Seconds in which a rank reads `size` bytes by `requests`, while `ranks` send `mean` requests each."""
-    return max(size / link.down, _batches(requests) * _SLOWEST * link.latency_s, ranks * mean / _GETS_PER_S)
+    return max(size / link.down, batches(requests) * SLOWEST * link.latency_s, ranks * mean / _GETS_PER_S)
 
 
-def _batches(requests: int, at_once: int = MOST_PARALLEL) -> int:
+def batches(requests: int, at_once: int = MOST_PARALLEL) -> int:
+    """Number of times that a rank waits for requests of which `at_once` run at the same time."""
     return -(-requests // at_once)
 
 

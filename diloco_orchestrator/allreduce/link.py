@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from statistics import median
 
-from diloco_orchestrator.allreduce.dealing import ASSUMED, Link
+from diloco_orchestrator.allreduce.dealing import ASSUMED, SLOWEST, Link, batches
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreDenied
 from diloco_orchestrator.protocol import keys
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # Some objects at the same time, like payloads in a round. All ranks that begin together measure together, so that what
 # they share is shared in the measurement.
 _SIZE, _WRITTEN, _LOOKS = 2 * 2**20, 4, 16  # bytes of an object; objects; small requests
-# What took fewer latencies is read again, 128 MiB then: it says little about a wide and far link.
+# What took fewer latencies is moved again, 128 MiB then: it says little about a wide and far link.
 _FEW_LATENCIES, _AGAIN = 6.0, 16
 _MOST_WAITED = 0.75  # of a transfer's time is latency
 _LEAST_S = 1e-4  # of a request, or a transfer, in a folder or by a clock that does not move
@@ -35,7 +35,7 @@ def agreed_link(
 ) -> Link:
     """The link by which all ranks choose: the recorded one; where none is, this rank measures its own and records it.
 
-    Measured are small requests, 8 MiB up and 8 or 136 MiB down, over objects that are deleted again. A record that
+    Measured are small requests, 8 or 136 MiB up and as much down, over objects that are deleted again. A record that
     cannot be read counts, for all ranks alike, as the link that is assumed without one. `write`: creates the record.
     """
     if (known := recorded_link(store)) is not None:
@@ -86,16 +86,17 @@ def _measured(store: Store, clock: Clock, background: Background, token: str) ->
     in_parallel(background, looks)  # which open the connections
     latency_s = max(median(in_parallel(background, looks)), _LEAST_S)
 
-    def rate(objects: int, seconds: float) -> float:
-        return objects * _SIZE / max(seconds - latency_s, (1 - _MOST_WAITED) * seconds, _LEAST_S)
+    def moved(calls: Sequence[Callable[[], object]]) -> float:
+        """Bytes a second of requests that move an object each; what they wait for beside is as `predicted_s` has it."""
+        again = False
+        while (took := together_s(calls)) < _FEW_LATENCIES * latency_s and not again:
+            calls, again = [*calls] * _AGAIN, True
+        waited_s = SLOWEST * batches(len(calls)) * latency_s
+        return len(calls) * _SIZE / max(took - waited_s, (1 - _MOST_WAITED) * took, _LEAST_S)
 
-    reads = [partial(read, name) for name in names]
     try:
-        up = rate(_WRITTEN, together_s([partial(store.put, *each) for each in zip(names, data, strict=True)]))
-        read_s = together_s(reads)
-        down = rate(_WRITTEN, read_s)
-        if read_s < _FEW_LATENCIES * latency_s:
-            down = rate(_WRITTEN * _AGAIN, together_s(reads * _AGAIN))
+        up = moved([partial(store.put, *each) for each in zip(names, data, strict=True)])
+        down = moved([partial(read, name) for name in names])
     finally:
         in_parallel(background, [partial(_drop, store, name) for name in names])
     return Link(latency_s, up, down)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from diloco_orchestrator.allreduce.aggregate import aggregate_of
-from diloco_orchestrator.allreduce.dealing import at_once_for
+from diloco_orchestrator.allreduce.dealing import at_once_for, draw_chance
 from diloco_orchestrator.allreduce.mean import EncodedShards, Part, encoded_shard
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import fetch_shard
@@ -35,6 +35,7 @@ T = TypeVar("T")
 # How long to wait for the averages of others: thrice as long as this rank took for its own, and what a slow request
 # takes. After that the payloads give the same bits.
 _PATIENCE, _LEAST_PATIENCE_S = 3.0, 5.0
+_FINE = 2**20  # parts of a chance
 _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 Words = Mapping[int, Mapping[int, ReducedShard]]  # rank -> shard -> the average that the rank has published
@@ -67,9 +68,9 @@ class ScatterReduce:
         """Put the average of each shard of `parts`, the contributions, into `averages`, in whose codec it is encoded.
 
         Besides its own shards this rank averages one more from the payloads, which nobody can foretell: of two ranks
-        that publish the same wrong average somebody finds out. Shards of a rank that published a wrong one are averaged
-        from the payloads, and `false` lists it. Raises `PayloadCorrupt` for bytes or lengths that are not the
-        manifest's. Safe to repeat.
+        that publish the same wrong average somebody finds out. In a large fleet it does so only at times
+        (`draw_chance`). Shards of a rank that published a wrong one are averaged from the payloads, and `false` lists
+        it. Raises `PayloadCorrupt` for bytes or lengths that are not the manifest's. Safe to repeat.
         """
         began = self.clock.now()
         own = [index for index, pair in enumerate(self.pairs) if self.rank in pair]
@@ -77,7 +78,8 @@ class ScatterReduce:
         self._make(own, averages, parts)
         self._publish(own)
         took_s = self.clock.now() - began
-        drawn = [others[int(self.stamp.unforeseen(), 16) % len(others)]] if others else []
+        draws = bool(others) and self._draws(draw_chance(len(averages.lengths), len(parts)))
+        drawn = [others[int(self.stamp.unforeseen(), 16) % len(others)]] if draws else []
         self._make(drawn, averages, parts)
         needed = {rank for index in others if index not in drawn for rank in self.pairs[index]}
         words = self._words(needed - {self.rank}, self.clock.now() + _PATIENCE * took_s + self.patience_s)
@@ -88,6 +90,10 @@ class ScatterReduce:
         self.borrowed |= bool(taken)
         self._make(left, averages, parts)
         self._compare(left, words)
+
+    def _draws(self, chance: float) -> bool:
+        """Whether this rank averages one shard more; nobody can foretell it."""
+        return chance >= 1 or int(self.stamp.unforeseen(), 16) % _FINE < chance * _FINE
 
     def _make(self, indices: Sequence[int], averages: EncodedShards, parts: Sequence[Part]) -> None:
         """Average the shards `indices` of the contributions `parts` from the payloads, into `averages`.

@@ -25,8 +25,8 @@ _replica = click.option("--replica", type=click.IntRange(min=0), required=True, 
 @click.option("--own-credentials", is_flag=True, help="Mint none: the machine that joins has its own, or needs none.")
 @click.option(
     "--presigned", is_flag=True,
-    help="Sign its requests one by one, for S3 stores that mint no credentials: whoever supervises the run signs those "
-    "for what is new every few seconds.",
+    help="Sign its requests one by one, where the store mints no credentials (S3, GCS, Azure): whoever supervises the "
+    "run signs those for what is new every few seconds.",
 )  # fmt: skip
 @json_option
 def invite(
@@ -53,7 +53,7 @@ def invite(
     from diloco_orchestrator.join.windows import LONGEST_S, Windows
     from diloco_orchestrator.protocol.signatures import to_text
     from diloco_orchestrator.store.open_store import options_elsewhere
-    from diloco_orchestrator.store.s3 import Signer
+    from diloco_orchestrator.store.signers import signer_of
 
     lasts_s = _seconds_of("--expires", expires)
     last_s = lasts_s if last is None else _seconds_of("--credentials-last", last)
@@ -65,7 +65,7 @@ def invite(
     run = log.run
     if run.signed_by is None or run.code_sha256 is None:
         raise ConfigError(f"{log.store.url} has no code that another machine could run.")
-    signer = Signer(log.store.url, {}) if presigned else None
+    signer = signer_of(log.store.url, {}) if presigned else None
     credentials = None if own_credentials or presigned else mint(log.store, replica, lent_s, role)
     where = options_elsewhere(log.store.url, {})
     ours = stamp()

@@ -14,6 +14,8 @@ from statistics import median
 from diloco_orchestrator.allreduce.dealing import (
     average_codec_of,
     bytes_down_of_round,
+    dealers_of,
+    draw_chance,
     path_of,
     reduced_size,
     shard_numel_of,
@@ -284,10 +286,11 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     down = None if size is None else n * (n - 1) * size
     if size is not None and scattered:
         down = bytes_down_of_round(n * size, lengths, of_averages, n)
-        # Each replica writes its part of the averages, its record of them and two check records; it reads these records
-        # of all others, the shards that it deals and draws, and the averages that it does not make.
-        requests["PUT"] += shards + 3 * n
-        requests["GET"] += n * (2 * shards + n - 1 + shards + 3 * n) - n * (n - 1) * shards
+        # Each dealer writes its part of the averages, its record of them and two check records. A replica reads these
+        # records of all dealers, the shards that it deals and perhaps draws, and the averages that it does not make.
+        records, drawn = 3 * dealers_of(shards, n), draw_chance(shards, n) * (n - 1)
+        requests["PUT"] += shards + records
+        requests["GET"] += n * (2 * shards + drawn + shards + records) - n * (n - 1) * shards
         requests["LIST"] += 3 * n
     return RoundForecast(
         requests=requests,

@@ -50,7 +50,7 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import absolute_url, open_store
 from diloco_orchestrator.store.retrying import RetryPolicy
-from diloco_orchestrator.store.s3 import Signer
+from diloco_orchestrator.store.signers import signer_of
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ class JoinExecutor(RemoteExecutor):
         self._sign_at, why = now + _SIGN_S, ""
         try:
             if store.url not in self._windows and any(True for _ in store.list(keys.WINDOWS)):
-                self._windows[store.url] = Windows(store, Signer(store.url, self._storage_options), self._stamp)
+                self._windows[store.url] = Windows(store, signer_of(store.url, self._storage_options), self._stamp)
             if (windows := self._windows.get(store.url)) is not None:
                 windows.renew()
         except (ConfigError, RecordInvalid) as error:

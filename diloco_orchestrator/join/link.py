@@ -91,10 +91,13 @@ class Link(Part):
         return {name: value for name, value in named.items() if value}
 
 
-# Variables by which AWS SDKs find credentials of this machine's user before they read a profile.
+# Variables by which SDKs of AWS, Azure and Google find credentials of this machine's user; AWS's before a profile.
 OF_ACCOUNTS = frozenset(
     {
         *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE"),
-        *("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+        *("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS"),
+        *("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+        *("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_TOKEN"),
+        *("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE", "AZURE_STORAGE_CONNECTION_STRING"),
     }
 )

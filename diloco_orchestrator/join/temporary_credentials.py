@@ -82,7 +82,7 @@ def mint(
     if not url.startswith(("s3://", "s3a://")):
         raise ConfigError(
             f"{url} mints no temporary credentials here, only S3 stores with AWS's token service do. Pass "
-            "--own-credentials if the machine that joins has some of its own, or needs none."
+            "--presigned on GCS and Azure, or --own-credentials if the machine that joins has its own, or needs none."
         )
     parts = urlsplit(url)
     policy = json.dumps(policy_of(parts.netloc, parts.path.strip("/"), replica_id), separators=(",", ":"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import TypeAlias
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.join.grants import Lent
@@ -28,6 +28,7 @@ from diloco_orchestrator.run_log.run_store import Identity, PublicIdentity, stor
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.presigned import ENV_REQUESTS, Requests
+from diloco_orchestrator.store.signers import Operation, Signs
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,6 @@ LONGEST_S = 7 * 86400.0  # for which S3 accepts a signed request
 ROUNDS = 4  # the last committed one and the next ones, whose objects a window lets its replica create
 MOST_READS = 20_000  # objects of a run; each takes some 150 bytes of the window, which is read again and again
 _CHECKS, _PIECES = 8, 32  # more of one round's checks, and of an attempt's output, than there are
-Operation: TypeAlias = Literal["read", "create", "put"]
-
-
-class Signs(Protocol):
-    """A signer of requests, as `store.s3.Signer`."""
-
-    def url_of(self, operation: Operation, key: str, lasts_s: float) -> str: ...
 
 
 # -- which objects ----------------------------------------------------------------------------------------------------
@@ -72,6 +66,7 @@ def may_write(store: Store, there: Mapping[str, int], replica_id: int) -> Iterat
     if not attempt:
         return
     yield "create", keys.began(replica_id, attempt)
+    yield "create", keys.log_text(replica_id, attempt)
     yield "create", keys.exit_record(replica_id, attempt)
     yield "put", keys.heartbeat(replica_id, attempt)
     intent = read(store, Intent, keys.intent(replica_id, attempt))

@@ -133,7 +133,7 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
             return _memory.setdefault(url, MemoryStore(url))
     if scheme in ("", "file"):
         return _open_folder(url, bool(scheme), options, must_exist)
-    if scheme in ("s3", "s3a") and (requests := os.environ.get(ENV_REQUESTS)):
+    if scheme in ("s3", "s3a", *_OBSTORE_CLOUDS) and (requests := os.environ.get(ENV_REQUESTS)):
         return PresignedStore(url.rstrip("/"), Path(requests))
     if scheme in ("s3", "s3a"):
         from diloco_orchestrator.store.s3 import open_s3

@@ -29,6 +29,11 @@ ENV_REQUESTS = "DILOCO_SIGNED_REQUESTS"  # the path of the file, of a machine wi
 _TIMEOUT_S = 30.0  # without a byte from the server, of an answer
 _CONNECT_S = 10.0
 _CODE = re.compile(rb"<Code>(\w+)</Code>")
+# Azure's answers to a create of what exists; Azurite has the last one. S3 and GCS answer 412.
+_EXISTS = ("BlobAlreadyExists", "UnauthorizedBlobOverwrite", "AuthorizationPermissionMismatch")
+# Headers of a request that creates, and of any that writes, by the kind of store.
+CREATES = {"s3": {"If-None-Match": "*"}, "az": {"If-None-Match": "*"}, "gs": {"x-goog-if-generation-match": "0"}}
+_WRITES = {"az": {"x-ms-blob-type": "BlockBlob"}}
 _MOST_BYTES = 64 * 2**20  # of requests, uncompressed
 
 # Keys that this process has written, with their sizes, by the path of the file of requests: what is read lists objects
@@ -43,7 +48,7 @@ class Requests:
 
     ends: float  # seconds since 1970, at which the store accepts the first of them no more
     read: dict[str, tuple[int, str]]  # by key: size in bytes, and URL for GET
-    create: dict[str, str]  # by key: URL for PUT with `If-None-Match: *`
+    create: dict[str, str]  # by key: URL for PUT with the store's header for that, such as `If-None-Match: *`
     put: dict[str, str]  # by key: URL for PUT, which may overwrite
 
     def to_bytes(self) -> bytes:
@@ -74,6 +79,7 @@ class PresignedStore:
 
     def __init__(self, url: str, file: Path) -> None:
         self.url = url
+        self._kind = {"g": "gs", "a": "az"}.get(url[0], "s3")
         self.endpoint = ""  # each request has its own
         self._file = file
         self._limits = UploadLimits()
@@ -119,7 +125,7 @@ class PresignedStore:
         if key in requests.read or key in self._ours:
             return False
         url = self._url_to_write(requests.create, key)
-        status, _ = self._send("create", key, url, data, {"If-None-Match": "*"})
+        status, _ = self._send("create", key, url, data, CREATES[self._kind])
         self._note(key, data)
         return status != 412
 
@@ -145,7 +151,7 @@ class PresignedStore:
     def _send(self, verb: str, key: str, url: str, data: bytes | None, headers: dict[str, str]) -> tuple[int, bytes]:
         """Status and body of the answer: of success, or 404, 412 or 416. Raises the store's errors for any other."""
         if data is not None:
-            headers = {**headers, "Content-Type": "application/octet-stream"}
+            headers = {**headers, "Content-Type": "application/octet-stream", **_WRITES.get(self._kind, {})}
         request = urllib.request.Request(url, data, headers, method="GET" if data is None else "PUT")
         what = f"cannot {verb} {key} in {self.url}"
         try:
@@ -157,9 +163,12 @@ class PresignedStore:
         except urllib.error.HTTPError as error:
             body = error.read(2**16)
             code = found[1].decode() if (found := _CODE.search(body)) else ""
-            if error.code in (412, 416) or code == "NoSuchKey":
+            if error.code in (412, 416) or code in ("NoSuchKey", "BlobNotFound"):
                 return error.code, b""
-            kind, remedy = BY_CODE.get(code or str(error.code), (StoreError, ""))
+            if verb == "create" and code in _EXISTS:
+                return 412, b""
+            refused = StoreDenied if error.code in (401, 403) else StoreError
+            kind, remedy = BY_CODE.get(code or str(error.code), (refused, ""))
             if kind is StoreDenied:
                 ends = datetime.fromtimestamp(self._requests.ends, UTC)
                 remedy = f"Its signed requests end at {ends:%Y-%m-%d %H:%M} UTC, unless they are renewed. {_WHO}"

@@ -163,13 +163,11 @@ def keys_of_account(url: str, options: Mapping[str, Any]) -> dict[str, str]:
 class Signer:
     """Signs requests for the objects of the folder at `url`, for machines without credentials (`store.presigned`).
 
-    Sends none itself. `options`: credentials and endpoint of the store. Raises `ConfigError` for a URL of another kind
-    of store and without an account, and as `open_s3` does.
+    Sends none itself. `options`: credentials and endpoint of the store. Raises `ConfigError` without an account, and as
+    `open_s3` does.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        if not url.startswith(("s3://", "s3a://")):
-            raise ConfigError(f"requests are signed for S3 stores alone, and {url} is in another.")
         keys_of_account(url, options)
         session, settings = _session_of(url, options)
         endpoint = settings.get("endpoint_url") or _endpoint_of(session)

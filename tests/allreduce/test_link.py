@@ -45,8 +45,8 @@ def test_the_first_rank_measures_and_the_others_go_by_its_record():
     store = Far(clock)
     link = agreed(store, clock)
     assert link.latency_s == pytest.approx(0.1)
-    # One request after the other: of each round trip but one the transfer has waited.
-    rates = [2**23 / (2**23 / rate + 0.3) for rate in (10e6, 40e6)]
+    # One request after the other takes .4 s beside the transfer, of which those that are sent together explain .175 s.
+    rates = [2**23 / (2**23 / rate + 0.225) for rate in (10e6, 40e6)]
     assert [link.up, link.down] == pytest.approx(rates)
     assert [info.key for info in store.list("")] == [keys.LINK]
     began = clock.now()
@@ -152,5 +152,5 @@ def test_large_fleets_take_fewer_shards_where_requests_cost_more_than_bytes():
     assert shards(25_000_000, 16, 1000) == 64  # four a rank
     assert shards(25_000_000, 64, 1000) == 64 and 2 * 64 < shards(1_000_000_000, 64, 1000) <= 256
     assert 125 <= shards(1_000_000_000, 256, 1000) <= 128 and 250 <= shards(1_000_000_000, 256, 100) <= 256
-    assert shards(25_000_000, 1024, 1000) >= 500  # one for two ranks
+    assert shards(25_000_000, 1024, 1000) == shards(1_000_000_000, 1024, 1000) == 64  # the fewest
     assert shards(2**30, 64, 1000, 2**20) == 1024  # no shard is larger than the setting

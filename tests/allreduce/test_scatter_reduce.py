@@ -3,20 +3,33 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from fast_s3 import running_fast_s3
+from parts_of_a_mean import part
 from record_examples import EXAMPLES
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.dealing import bytes_down, dealers, predicted_s, shard_numel_for
-from diloco_orchestrator.clock import ManualClock
+from diloco_orchestrator.allreduce.dealing import (
+    bytes_down,
+    bytes_down_of_round,
+    dealers,
+    draw_chance,
+    predicted_s,
+    shard_numel_for,
+)
+from diloco_orchestrator.allreduce.mean import EncodedShards, Part, write_blocks
+from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
+from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.codecs.table import CODECS, Encoded, encode
 from diloco_orchestrator.errors import AllReduceTimeout, ConfigError, PayloadCorrupt
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 
 LENGTH = 4096
@@ -207,6 +220,44 @@ def test_time_is_foretold_from_bytes_and_round_trips():
     wide, packed = predicted_s(2**26, "fp32", 64, 2**24), predicted_s(2**26, "int4", 4, 2**24)
     assert wide[1] < 0.1 * wide[0] and packed[0] < packed[1] < 1.5 * packed[0]
     assert predicted_s(0, "fp32", 3, 2**24)[0] < 0.3  # an empty tensor
+
+
+@pytest.mark.parametrize(("unforeseen", "read"), [("0" * 16, 8), ("f" * 16, 0)])
+def test_of_more_than_two_ranks_a_shard_only_some_average_one_more(unforeseen, read):
+    """Eight ranks and one shard: a chance of a quarter."""
+    store, clock, numel, counted = MemoryStore(), ManualClock(), LENGTH, list[int]()
+    parts = [part(rank, torch.randn(numel), 1.0, numel) for rank in range(8)]
+    owner, checker = dealers(ROUND, 0, 8)
+    others = [rank for rank in range(8) if rank not in (owner, checker)]
+    assert draw_chance(1, 8) == 0.25 and draw_chance(4, 8) == draw_chance(16, 4) == 1
+
+    def counting(one: Part) -> Part:
+        return replace(one, read=lambda index: (counted.append(one.replica_id), one.read(index))[1])
+
+    def reduce(rank: int) -> torch.Tensor:
+        stamp, averages = Stamp(f"{rank:016x}", clock.wall_time, lambda: unforeseen), EncodedShards([numel], "fp32")
+        write = lambda record: store.create(keys.reduced(ROUND, rank), record.to_bytes())  # noqa: E731
+        reducing = ScatterReduce(store, clock, NoBackground(), stamp, ROUND, rank, [(owner, checker)], write)
+        counted.clear()
+        reducing.average_into(averages, [counting(one) for one in parts])
+        found = torch.empty(numel)
+        write_blocks(averages.shard(0), found)
+        return found
+
+    expected = [reduce(owner), reduce(checker)][0]
+    assert torch.equal(reduce(others[0]), expected) and len(counted) == read
+
+
+@pytest.mark.parametrize("ranks", [4, 16, 64, 128, 256, 1024])
+def test_a_false_average_is_drawn_as_often_in_a_large_fleet(ranks):
+    """22 % at least in small fleets, where each rank draws; 86 % where some do. Bytes are flat, shards no more."""
+    numel = 25_000_000
+    cut = shard_numel_for(numel, ranks, 2**24, "int4")
+    shards, payload_bytes = -(-numel // cut), ranks * CODECS["int4"].encoded_size(numel)
+    found = 1 - (1 - draw_chance(shards, ranks) / (shards - 2 * shards / ranks)) ** (ranks - 2)
+    assert found > (0.86 if ranks >= 2 * shards else 0.21)
+    assert bytes_down_of_round(payload_bytes, [cut] * shards, "int4", ranks) < 5.01 * payload_bytes
+    assert shards == min(4 * ranks, 64)
 
 
 def test_a_payload_that_differs_from_its_manifest_is_never_averaged(reduced):

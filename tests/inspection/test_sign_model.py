@@ -29,7 +29,7 @@ def test_the_public_key_is_this_users_and_stays(tmp_path: Path):
 
 @pytest.mark.slow
 def test_openssfs_verifier_takes_a_pulled_model_and_refuses_a_changed_one(tmp_path: Path):
-    pytest.importorskip("model_signing", reason="pip install model-signing")
+    pytest.importorskip("model_signing", reason="pip install model-signing pyOpenSSL")
     model, key = tmp_path / "model", tmp_path / "key.pem"
     pull(str(kept_run(tmp_path)), model, sign=True)
     key.write_text(public_pem())
@@ -51,7 +51,7 @@ def test_openssfs_verifier_takes_a_pulled_model_and_refuses_a_changed_one(tmp_pa
 
 @pytest.mark.slow
 def test_what_is_not_sent_is_not_signed(tmp_path: Path):
-    pytest.importorskip("model_signing", reason="pip install model-signing")
+    pytest.importorskip("model_signing", reason="pip install model-signing pyOpenSSL")
     from model_signing import verifying
 
     folder, key = tmp_path / "model", tmp_path / "key.pem"

@@ -1,16 +1,24 @@
-"""Windows: requests that are signed for a stranger's machine, on an S3 server that checks each signature."""
+"""Windows: requests that are signed for a stranger's machine, on servers of S3, Azure and GCS that check each one."""
 
 import base64
+import json
 import os
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qsl, quote, urlsplit
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from genuine_azurite import Azurite
+from genuine_gcs import Gcs
 from join_scene import HOUR, KEY, STAMP, Invited
 from protocol_fleet import BY_HAND, Fleet, answer, close
 from real_runs import wait_for
@@ -21,7 +29,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.join.invitations import create_invitation, revoke
 from diloco_orchestrator.join.link import Link
-from diloco_orchestrator.join.windows import MOST_READS, ROUNDS, LentRequests, Operation, Windows, may_read, may_write
+from diloco_orchestrator.join.windows import MOST_READS, ROUNDS, LentRequests, Windows, may_read, may_write
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent, Window
 from diloco_orchestrator.protocol.kinds import Role
@@ -32,11 +40,14 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.store.presigned import PresignedStore, Requests
-from diloco_orchestrator.store.s3 import Signer, open_s3
+from diloco_orchestrator.store.obstore_engine import open_cloud
+from diloco_orchestrator.store.presigned import CREATES, PresignedStore, Requests
+from diloco_orchestrator.store.s3 import open_s3
+from diloco_orchestrator.store.signers import Operation, Signs, signer_of
 
 URL = "s3://bucket/runs/a"
 LIFE_S = 1000.0
+OVER = 400, 403  # GCS's and others' answer to a request whose time is over
 TOKEN = "0" * 16
 
 
@@ -152,7 +163,15 @@ def test_a_window_is_read_by_the_machine_with_the_link_alone(seat: Seat, tmp_pat
 
 def test_a_machine_uses_no_account_of_its_user(seat: Seat):
     machine = seat.machine_with(seat.windows.open(seat.invitation, LIFE_S))
-    environ = machine.environ({"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "mine", "HOME": "/home/me"})
+    environ = machine.environ(
+        {
+            "AWS_PROFILE": "work",
+            "AWS_ACCESS_KEY_ID": "mine",
+            "AZURE_STORAGE_ACCOUNT_KEY": "mine",
+            "GOOGLE_APPLICATION_CREDENTIALS": "/mine",
+            "HOME": "/home/me",
+        }
+    )
     nothing = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
     assert environ == {"HOME": "/home/me", "DILOCO_SIGNED_REQUESTS": str(seat.folder / "requests"), **nothing}
 
@@ -206,7 +225,7 @@ def test_a_run_of_too_many_objects_is_refused(seat: Seat):
         seat.windows.open(seat.invitation, LIFE_S)
 
 
-# -- on S3 ------------------------------------------------------------------------------------------------------------
+# -- in a bucket ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -215,33 +234,59 @@ def server() -> Iterator[SignedS3]:
         yield running
 
 
-class OnS3:
+@dataclass(frozen=True)
+class Account:
+    """Of a store, by which its requests are signed."""
+
+    url: str  # of the run's folder
+    bucket: Store
+    signer: Signs
+    creates: Mapping[str, str]  # headers of a request that creates
+
+
+class InBucket:
     """The run of a `Seat` in a bucket, and a machine with the link, which has no account there."""
 
-    def __init__(self, seat: Seat, bucket: Store, signer: Signer, life_s: float = LIFE_S, stamp: Stamp = STAMP) -> None:
+    def __init__(self, seat: Seat, account: Account, life_s: float = LIFE_S, stamp: Stamp = STAMP) -> None:
+        bucket, self.account = account.bucket, account
         self.bucket = bucket
         for info in self.bucket.list(""):
             self.bucket.delete(info.key)
         for info in seat.store.list(""):
             self.bucket.put(info.key, seat.store.get(info.key))
         self.seat, self.store = seat, of_run(self.bucket)
-        self.windows = Windows(self.store, signer, stamp)
+        self.windows = Windows(self.store, account.signer, stamp)
         self.machine = seat.machine_with(self.windows.open(seat.invitation, life_s))
-        self.presigned = PresignedStore(URL, seat.folder / "requests")
+        self.presigned = PresignedStore(account.url, seat.folder / "requests")
 
     def look(self) -> None:
         self.windows.renew()
         self.machine.look(of_run(self.presigned, {}))
 
 
-@pytest.fixture(scope="module")
-def account(server: SignedS3) -> tuple[Store, Signer]:
-    return open_s3(URL, server.options()), Signer(URL, server.options())
+@pytest.fixture(scope="module", params=["s3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("az", "gs"))])
+def account(request: pytest.FixtureRequest, server: SignedS3) -> Account:
+    if request.param == "s3":
+        options = server.options()
+        return Account(URL, open_s3(URL, options), signer_of(URL, options), CREATES["s3"])
+    if request.param == "az":
+        azurite: Azurite = request.getfixturevalue("azurite")
+        url, options = f"az://{azurite.make_container(f'joined-{uuid4().hex}')}/runs/a", azurite.options()
+        return Account(
+            url,
+            open_cloud(url, options),
+            signer_of(url, options),
+            {**CREATES["az"], "x-ms-blob-type": "BlockBlob"},
+        )
+    gcs: Gcs = request.getfixturevalue("gcs")
+    url = f"gs://{gcs.make_bucket(f'joined-{uuid4().hex}')}/runs/a"
+    signer = signer_of(url, {"base_url": gcs.front, "service_account_key": json.dumps(gcs.account)})
+    return Account(url, open_cloud(url, gcs.options(url)), signer, CREATES["gs"])
 
 
 @pytest.fixture
-def scene(seat: Seat, account: tuple[Store, Signer]) -> OnS3:
-    return OnS3(seat, *account)
+def scene(seat: Seat, account: Account) -> InBucket:
+    return InBucket(seat, account)
 
 
 def own(seat: Seat) -> list[str]:
@@ -249,6 +294,8 @@ def own(seat: Seat) -> list[str]:
     found = [
         keys.claim(3, 1, TOKEN),
         keys.began(3, 1),
+        keys.log_text(3, 1),
+        keys.exit_record(3, 1),
         keys.contribution(1, 3),
         keys.state(3, 2, 1),
         keys.checked(1, 3, 2),
@@ -260,7 +307,7 @@ OTHERS = [keys.commit(1), keys.START, keys.result(1), keys.contribution(1, 2), k
 OTHERS += [keys.claim(3, 2, TOKEN), keys.heartbeat(2, 1), keys.rotation(2)]
 
 
-def test_a_machine_without_an_account_reads_the_run_and_creates_objects_of_its_own_alone(scene: OnS3):
+def test_a_machine_without_an_account_reads_the_run_and_creates_objects_of_its_own_alone(scene: InBucket):
     assert {info.key for info in scene.presigned.list("")} == {
         keys.RUN, *stored_names(scene.store, keys.window(1, 3, scene.seat.invitation.identity))
     }  # by the link  # fmt: skip
@@ -285,7 +332,7 @@ def test_a_machine_without_an_account_reads_the_run_and_creates_objects_of_its_o
     assert {info.key for info in scene.bucket.list("")} == before
 
 
-def test_an_object_of_another_process_is_there_for_a_create_and_after_the_next_look_for_a_read(scene: OnS3):
+def test_an_object_of_another_process_is_there_for_a_create_and_after_the_next_look_for_a_read(scene: InBucket):
     scene.look()
     name = scene.seat.name(keys.contribution(1, 3))
     scene.bucket.create(name, b"another's")
@@ -307,22 +354,44 @@ def _sent(url: str, data: bytes | None, headers: dict[str, str]) -> int:
         return error.code
 
 
-def test_a_request_is_for_one_object_one_operation_and_no_overwriting(scene: OnS3):
+def test_a_request_is_for_one_object_one_operation_and_no_overwriting(scene: InBucket):
     scene.look()
     name, other = (scene.seat.name(keys.contribution(1, each)) for each in (3, 2))
-    url = scene.seat.in_use().create[name]
-    once = {"If-None-Match": "*"}
-    assert _sent(url.replace(name, other), b"x", once) == 403
+    path = quote(name)
+    url, once = scene.seat.in_use().create[name], dict(scene.account.creates)
+    always = {"x-ms-blob-type": "BlockBlob"}
+    assert path in url and _sent(url.replace(path, quote(other)), b"x", once) == 403
     assert _sent(url, None, once) == 403  # it reads nothing
-    assert _sent(url, b"x", {}) == 403  # nor overwrites
-    assert _sent(url, b"x", {"If-None-Match": '"an-etag"'}) == 403
-    assert _sent(url.replace("Expires=", "Expires=9"), b"x", once) == 403
-    assert _sent(scene.seat.in_use().read[keys.RUN][1], b"x", {}) == 403
+    assert _sent(re.sub("(Expires=|se=2)", r"\g<1>9", url), b"x", once) in (400, 403)
+    assert _sent(scene.seat.in_use().read[keys.RUN][1], b"x", always) == 403
     assert not {info.key for info in scene.bucket.list("")} & {name, other}
-    assert _sent(url, b"x", once) == 200 and _sent(url, b"y", once) == 412
+    assert _sent(url, b"x", once) in (200, 201) and _sent(url, b"y", once) in (412, 403)
+    assert _sent(url, b"y", always) == 403 and scene.bucket.get(name) == b"x"  # nor does it overwrite
 
 
-def test_requests_whose_time_is_over_or_has_not_begun_are_refused_and_said_so(scene: OnS3, server: SignedS3):
+@pytest.mark.parametrize("account", ["s3"], indirect=True)
+def test_a_request_that_creates_needs_its_condition_on_s3(scene: InBucket):
+    scene.look()
+    url = scene.seat.in_use().create[scene.seat.name(keys.contribution(1, 3))]
+    assert _sent(url, b"x", {}) == _sent(url, b"x", {"If-None-Match": '"an-etag"'}) == 403
+
+
+def test_what_keeps_a_create_from_overwriting_is_signed_on_azure_and_gcs():
+    key = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    account = json.dumps({"client_email": "me@lab.example", "private_key": key.decode()})
+    azure = signer_of("az://container/run", {"account_name": "me", "account_key": "a2V5"})
+    gcs = signer_of("gs://bucket/run", {"service_account_key": account})
+
+    def said(signer: Signs, name: str) -> list[str]:
+        operations: list[Operation] = ["read", "create", "put"]
+        return [dict(parse_qsl(urlsplit(signer.url_of(each, "key", 60.0)).query))[name] for each in operations]
+
+    assert said(azure, "sp") == ["r", "c", "cw"] and said(azure, "spr") == ["https"] * 3
+    assert said(gcs, "X-Goog-SignedHeaders") == ["host", "host;x-goog-if-generation-match", "host"]
+
+
+@pytest.mark.parametrize("account", ["s3"], indirect=True)
+def test_requests_whose_time_is_over_or_has_not_begun_are_refused_and_said_so(scene: InBucket, server: SignedS3):
     """Also where the clock of whoever signs is off by an hour. The machine's own clock is asked by nobody."""
     scene.look()
     for ahead_s in (LIFE_S + 60.0, HOUR, -HOUR):
@@ -334,25 +403,24 @@ def test_requests_whose_time_is_over_or_has_not_begun_are_refused_and_said_so(sc
 
 
 @pytest.mark.slow  # the store's clock has to pass the end of real requests
-def test_a_machine_whose_requests_are_renewed_reads_and_writes_after_the_end_of_the_first(
-    seat: Seat, account: tuple[Store, Signer]
-):
+def test_a_machine_whose_requests_are_renewed_reads_and_writes_after_the_end_of_the_first(seat: Seat, account: Account):
     began, life_s = time.monotonic(), 8.0
-    scene = OnS3(seat, *account, life_s, Stamp("supervisor", lambda: 1000.0 + time.monotonic() - began))
+    scene = InBucket(seat, account, life_s, Stamp("supervisor", lambda: 1000.0 + time.monotonic() - began))
     scene.look()
     first = seat.in_use()
     wait_for(lambda: time.monotonic() - began > 0.6 * life_s, "half of their life")
     scene.look()
-    wait_for(lambda: _sent(first.read[keys.RUN][1], None, {}) == 403, "the end of the first requests")
+    wait_for(lambda: _sent(first.read[keys.RUN][1], None, {}) in OVER, "the end of the first requests")
     name = seat.name(keys.contribution(1, 3))
-    assert _sent(first.create[name], b"x", {"If-None-Match": "*"}) == 403
+    assert _sent(first.create[name], b"x", dict(account.creates)) in OVER
     assert scene.presigned.get(keys.RUN) and scene.presigned.create(name, b"x")
-    wait_for(lambda: _sent(seat.in_use().read[keys.RUN][1], None, {}) == 403, "the end of the second ones")
+    wait_for(lambda: _sent(seat.in_use().read[keys.RUN][1], None, {}) in OVER, "the end of the second ones")
     with pytest.raises(StoreDenied, match="unless they are renewed"):
         scene.presigned.get(keys.RUN)
 
 
-def test_a_file_of_requests_that_is_cut_is_refused(scene: OnS3):
+@pytest.mark.parametrize("account", ["s3"], indirect=True)
+def test_a_file_of_requests_that_is_cut_is_refused(scene: InBucket):
     file = scene.seat.folder / "requests"
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(StoreError, match="cannot read the signed requests"):
@@ -360,10 +428,16 @@ def test_a_file_of_requests_that_is_cut_is_refused(scene: OnS3):
 
 
 def test_nothing_is_signed_for_other_stores_and_beside_credentials(seat: Seat, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="S3 stores alone"):
-        Signer("gs://bucket/run", {})
+    for name in ("AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="S3, GCS and Azure alone"):
+        signer_of("hf://buckets/me/bucket/run", {})
     with pytest.raises(ConfigError, match="without a signature"):
-        Signer(URL, {"anon": True})
+        signer_of(URL, {"anon": True})
+    with pytest.raises(ConfigError, match="key of a service account alone: name its JSON file"):
+        signer_of("gs://bucket/run", {"service_account_key": '{"type": "authorized_user"}'})
+    with pytest.raises(ConfigError, match="the account's key alone: set AZURE_STORAGE_ACCOUNT_NAME and"):
+        signer_of("az://container/run", {"account_name": "me"})
     options = [seat.url, "--replica", "3", "--presigned"]
     refused = CliRunner().invoke(invite, [*options, "--own-credentials"])
     assert refused.exit_code == 2 and "mints no credentials" in refused.output

@@ -1,6 +1,8 @@
 """A fake-gcs-server, by obstore and gcsfs: unusual letters, a missing bucket, a run. The contract: `test_contract`."""
 
+import json
 from pathlib import Path
+from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
@@ -8,9 +10,12 @@ from genuine_gcs import Gcs
 from real_runs import FAST, digests
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.open_store import INTERACTIVE, open_store
+from diloco_orchestrator.store.presigned import CREATES
+from diloco_orchestrator.store.signers import GcsSigner, Operation
 
 pytestmark = pytest.mark.slow
 SCHEMES = ["gs", "fsspec+gs"]
@@ -49,3 +54,23 @@ def test_a_whole_run_has_the_bits_of_one_in_a_folder(gcs: Gcs, bucket: str, tmp_
     reader = RunReader(open_store(url, gcs.options(url)))
     assert [commit.base_digest for commit in reader.commits()] == digests(tmp_path / "bucket")
     assert verify_run(reader.store).agrees
+
+
+@pytest.mark.parametrize("operation", ["read", "create", "put"])
+@pytest.mark.parametrize("key", ["rounds/00000001/commit.json", "ü/a+b=c&d,e;it's (one)!:@$~*%20"])
+def test_requests_are_signed_as_by_googles_own_library(gcs: Gcs, operation: Operation, key: str):
+    """It comes with gcsfs."""
+    from google.cloud.storage._signing import generate_signed_url_v4  # type: ignore[import-untyped]
+    from google.oauth2.service_account import Credentials  # type: ignore[import-untyped]
+
+    options = {"service_account_key": json.dumps(gcs.account)}
+    ours = GcsSigner("gs://bucket/runs/a b", options, ManualClock(1.8e9)).url_of(operation, key, 900.0)
+    theirs = generate_signed_url_v4(
+        Credentials.from_service_account_info(gcs.account),
+        resource="/bucket/" + quote(f"runs/a b/{key}", safe="/~"),
+        expiration=900,
+        method="GET" if operation == "read" else "PUT",
+        headers=dict(CREATES["gs"]) if operation == "create" else {},  # to which it adds
+        _request_timestamp="20270115T080000Z",
+    )
+    assert ours == theirs

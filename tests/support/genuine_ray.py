@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 from genuine_slurm import _free_ports
+from patience import PATIENCE_S
 
 TOKEN = "token-of-the-tests-ray-5521"
-_PATIENCE_S = 300.0  # seconds; ends a start or an end that hangs
 _CPUS = 8  # that a node claims, so that many tiny jobs run at once
 _RAY = Path(os.environ.get("RAY_BIN") or Path(__file__).parents[2] / ".venv-ray" / "bin" / "ray")
 _CHECKS = 8  # of jobs that were deleted, in more than the second after which Ray's monitor looks again
@@ -85,7 +85,7 @@ class GenuineRay:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os.killpg(self._nodes[node].pid, signal.SIGKILL)
-        self._nodes[node].wait(_PATIENCE_S)
+        self._nodes[node].wait(PATIENCE_S)
 
     def end(self) -> None:
         for node in reversed(self._nodes):
@@ -132,7 +132,7 @@ class GenuineRay:
         return {each["name"].partition("job_actor_")[2] for each in actors if each["name"] and each["state"] != "DEAD"}
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             ended = [node.args for node in self._nodes if node.poll() not in (None, -signal.SIGKILL)]
             said = "".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("node*.out")))
