@@ -233,9 +233,16 @@ class _VirtualFuture(Future[T]):
         self.process: Process | None = None
 
     def result(self, timeout: float | None = None) -> T:
+        self._join(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._join(timeout)
+        return super().exception(0)
+
+    def _join(self, timeout: float | None) -> None:
         assert self.process is not None and timeout is None
         self.world.join(self.process)
-        return super().result(0)
 
 
 class VirtualBackground:
