@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from protocol_fleet import BY_HAND, Fleet, report, together
+from protocol_fleet import BY_HAND, Fleet, report, saved, together
 
 from diloco_orchestrator.allreduce.object_store import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.vectors import FlatTensors
@@ -55,7 +55,7 @@ class Author:
         """Contribute, and check the payload's bytes."""
         fragment, round_ = self.participant.open.fragment, self.participant.open.round
         fresh = torch.randn(self._numel(fragment), generator=self.drawn)
-        fields = replace(report(), state=[b"state"] if saves else None)
+        fields = replace(report(), state=saved(b"state") if saves else None)
         if local is not None:
             fields = replace(report(share=self.replica_id, score=0.5), local_scores=(local,))
         said = self.participant._contributor.contribute_delta(FlatTensors([fresh]), fields)

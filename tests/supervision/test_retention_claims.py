@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from protocol_fleet import BY_HAND, Fleet, answer, play, report
+from protocol_fleet import BY_HAND, Fleet, answer, play, report, saved
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
@@ -50,7 +50,7 @@ def test_a_replica_that_is_away_finds_its_newest_state_when_it_comes_back():
         clock.advance(2.0)
         taking = [zero, one, two] if round_ <= 3 else [zero, one]
         for participant in taking:
-            answer(participant, 1.0, replace(report(), state=[f"state of round {round_}".encode()]))
+            answer(participant, 1.0, replace(report(), state=saved(f"state of round {round_}".encode())))
         for participant in taking:
             participant.close()
             participant.write_snapshot_if_due()
@@ -70,7 +70,7 @@ def test_a_replica_that_is_away_when_a_leg_ends_finds_its_newest_state_in_the_ne
             halt(fleet, 1)
         taking = [zero, one, two] if round_ <= 3 else [zero, one]
         for participant in taking:
-            answer(participant, 1.0, replace(report(), state=[b"state"]))
+            answer(participant, 1.0, replace(report(), state=saved(b"state")))
         for participant in taking:
             participant.close()
             participant.write_snapshot_if_due()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from patience import PATIENCE_S
 
+from diloco_orchestrator.allreduce.owners import ALONE
 from diloco_orchestrator.allreduce.vectors import FlatTensors
 from diloco_orchestrator.clock import Background, Clock, SystemClock
 from diloco_orchestrator.config import OuterConfig, make_config
@@ -24,6 +25,7 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe
 from diloco_orchestrator.snapshots.model_tensors import trainable
+from diloco_orchestrator.snapshots.state_file import StateFile
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
@@ -170,6 +172,11 @@ class Fleet:
 def delta(value: float) -> FlatTensors:
     """A pseudo-gradient of the tiny model with one value everywhere."""
     return FlatTensors([torch.full((3,), value), torch.full((3, 3), value)])
+
+
+def saved(data: bytes) -> StateFile:
+    """A state to save of exactly these bytes."""
+    return StateFile.of(ALONE, data, {}, {}, len(data))
 
 
 def report(
