@@ -22,14 +22,21 @@ def read_state(store: Store, manifest: Contribution) -> Iterator[bytes]:
 
     Raises `PayloadCorrupt` for a deleted or changed object, `RecordInvalid` for an invalid index of pieces.
     """
-    assert manifest.state is not None
-    key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
-    data = fetch_shard(store, key, manifest.state)
-    named = pieces_of(data, manifest)
+    data, named = first_object(store, manifest)
     if not named:
         yield data
     for piece_key, shard in named:
         yield fetch_shard(store, piece_key, shard)
+
+
+def first_object(store: Store, manifest: Contribution) -> tuple[bytes, list[tuple[str, Shard]]]:
+    """The bytes of the object that a manifest names as its state, and the pieces that it lists, as `pieces_of`.
+
+    Raises as `read_state` does.
+    """
+    assert manifest.state is not None
+    data = fetch_shard(store, keys.state(manifest.replica_id, manifest.round, manifest.attempt), manifest.state)
+    return data, pieces_of(data, manifest)
 
 
 def pieces_of(data: bytes, manifest: Contribution) -> list[tuple[str, Shard]]:

@@ -18,7 +18,7 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Shard
 from diloco_orchestrator.snapshots.pieces_of_ranks import moved
-from diloco_orchestrator.snapshots.saved_state import pieces_of
+from diloco_orchestrator.snapshots.saved_state import first_object
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of, read_header
 from diloco_orchestrator.store.base import Store
 
@@ -84,13 +84,11 @@ class StoredState:
 
         Raises `PayloadCorrupt` for a deleted or changed object, `RecordInvalid` for an invalid index of pieces.
         """
-        assert manifest.state is not None
-        key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
-        data = fetch_shard(store, key, manifest.state)
-        named = pieces_of(data, manifest)
+        data, named = first_object(store, manifest)
         if not named:
             return cls.of(owners, data)
         if owners.ranks > 1 and any(shard.size % _ALIGNED for _, shard in named[:-1]):
+            key = keys.state(manifest.replica_id, manifest.round, manifest.attempt)
             raise RecordInvalid(f"{key} names pieces that end within a number: several ranks cannot read them.")
         return owners.make(_fetched, owners, store, named, background)
 

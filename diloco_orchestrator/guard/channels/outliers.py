@@ -21,8 +21,8 @@ _LIARS = 4  # one share of so many may be wrong
 # fleets little (a slow hack is halted 3 rounds later), and lies of two replicas of eight then halt less than once in
 # 1000 rounds. Under AR(1) .5 noise the drift of an honest share varies by .55 of them.
 _DRIFTED = 0.9
-# A share that is named has drifted this many of its own mean distances, and fallen that many below its best: an honest
-# one of 8 hardly ever does in 300 rounds of AR(1) .5 noise.
+# A share that is named has drifted this many of its own mean distances, and fallen that many below its best: chosen on
+# simulated fleets, whose honest shares hardly ever do under AR(1) .5 noise.
 NAMED, _WORSE = 1.7, 5.0
 # Spreads of one round by which a share must have drifted up, or be away from its usual distance in the mean of some 10
 # rounds without its drift, to be left out: an honest share by .8 of them.
