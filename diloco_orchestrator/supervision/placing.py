@@ -35,17 +35,12 @@ class Answers:
     trained_at: float = -math.inf  # when a replica was last seen to train there
     refusal: str = ""  # the provider's words
     wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
-    starts_s: float = 0.0  # of all replicas that came to train there: from having a machine until then
-    starts: int = 0  # how many those were
+    start_s: float = START_S  # from a launch there until the replica trains, on average
+    starts: int = 0  # how many that is the average of
     trained_s: float = 0.0  # of all replicas together
     ends: int = 0  # of attempts that had trained there
     without_s: float = 0.0  # how long it has refused altogether before it had machines again
     returns: int = 0  # how often it had machines again
-
-    @property
-    def start_s(self) -> float:
-        """Seconds from a launch there until the replica trains, on average."""
-        return self.starts_s / self.starts if self.starts else START_S
 
     def refused(self, words: str, launched_at: float, now: float) -> Self:
         """These answers and a refusal: an attempt launched at `launched_at` got no machine, or one that never trained.
@@ -64,7 +59,8 @@ class Answers:
 
     def given(self, launched_at: float, start_s: float) -> Self:
         """These answers and a machine: an attempt launched at `launched_at` trains, `start_s` after it got one."""
-        found = replace(self, starts_s=self.starts_s + start_s, starts=self.starts + 1)
+        mean_s = (self.start_s * self.starts + start_s) / (self.starts + 1)
+        found = replace(self, start_s=mean_s, starts=self.starts + 1)
         if self.refused_since is not None and self.trained_at < launched_at:  # nobody trained there any more
             without_s = self.without_s + max(0.0, launched_at - max(self.refused_since, self.trained_at))
             found = replace(found, without_s=without_s, returns=self.returns + 1)
@@ -327,7 +323,7 @@ def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
         if to is None or seat.overpaid_usd <= to.start_usd:
             continue
         few = starting < max(1, sum(each.trains and each.place == to.name for each in view.seats))
-        why = f"{to.words()} costs less than {view.by_name[seat.place].words()}"
+        why = f"moves from {view.by_name[seat.place].words()} to {to.words()}"
         if spare:
             urgent = LESS * LESS * view.usd_per_token(seat) > to.usd_per_token
             if (few or urgent) and _replaceable(view, now, limits, seat, to, leaving):
@@ -337,8 +333,8 @@ def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
         overpaying = sum(each.overpaid_usd > to.start_usd for each in training)
         if free is not None and view.asked is None and _affordable(view, to, limits):
             if few and starting < overpaying:
-                return Open(free.replica_id, to.name, f"replica {seat.replica_id} is to leave: {why}")
-        elif view.round_ended and not starting and _affordable(view, to, limits, instead_of=seat):
+                return Open(free.replica_id, to.name, f"replica {seat.replica_id} {why}", moves=True)
+        elif _may_move(view) and not starting and _affordable(view, to, limits, instead_of=seat):
             return Vacate(seat.replica_id, why, moves=True, to=to.name)
     return Wait("")
 
