@@ -229,8 +229,8 @@ def test_beyond_the_least_machines_leave_at_once_where_a_token_costs_a_fourth_mo
 def test_a_machine_that_trains_briefly_costs_its_start_too():
     """Ten machines have trained for as long as their starts took, so that a token costs twice as much there."""
     limits, brief = replace(LIMITS, usd_per_hour=100.0), replace(B, start_s=300.0, ends=10, trained_s=3000.0)
-    for place, paid_usd, opened in ((B, 1.0, [2, 3]), (brief, 1.0, []), (brief, 2.0, [2, 3])):
-        seen = view(*training("b", 0, 1), *free(2, 3), places=(place,), paid_usd=paid_usd * B.usd_per_token)
+    for there, paid_usd, opened in ((B, 1.0, [2, 3]), (brief, 1.0, []), (brief, 2.0, [2, 3])):
+        seen = view(*training("b", 0, 1), *free(2, 3), places=(there,), paid_usd=paid_usd * B.usd_per_token)
         assert short(all_decisions(seen, limits)) == [(each, "b") for each in opened]
 
 
