@@ -406,7 +406,8 @@ def _goal_of(market: Market, ticks: int) -> float:
 
 def table(samples: Sequence[Sample]) -> str:
     """A row for each market."""
-    rows = []
+    rows, bounded = [], any(math.isfinite(each["of_bound"]) for each in samples)
+    keys = ["without_starts", *["of_bound"] * bounded, "of_foreseeing", "of_fixed", "of_cheapest"]
     for name in MARKETS:
         of: list[Mapping[str, Any]] = [each for each in samples if each["market"] == name]
         if not of:
@@ -416,10 +417,7 @@ def table(samples: Sequence[Sample]) -> str:
             [
                 name if name in TUNED else f"*{name}*",
                 f"{mean(ratio):.2f} ({min(ratio):.2f})",
-                *(
-                    f"{_mean(of, key):.2f}"
-                    for key in ("without_starts", "of_bound", "of_foreseeing", "of_fixed", "of_cheapest")
-                ),
+                *(f"{_mean(of, key):.2f}" for key in keys),
                 f"{_mean(of, 'hours'):.0f}, {_mean(of, 'hours_clairvoyant'):.0f}, {_mean(of, 'hours_fixed'):.0f}",
                 f"{max(each['ends_an_hour'] for each in of):.2f}",
                 f"{max(each['highest'] for each in of):.2f}, {max(each['above_s'] for each in of) / 60:.0f} min",
@@ -431,7 +429,7 @@ def table(samples: Sequence[Sample]) -> str:
         "market",
         "of the clairvoyant (worst)",
         "the same if starts cost nothing",
-        "of the bound",
+        *["of the bound"] * bounded,
         "of the foreseeing",
         "of the best fixed fleet",
         "of cheapest first",
