@@ -134,9 +134,9 @@ class ObstoreEngine(Store):
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
     which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
-    mapped into memory. `writes`: the same store with the credentials
-    that write, where those of `store` read alone. `writer`: makes such a store with the given options of its HTTP
-    client; None for a folder.
+    mapped into memory. `endpoint`: URL of the server, empty for the vendor's own. `writes`: the same store with the
+    credentials that write, where those of `store` read alone. `writer`: makes such a store with the given options of
+    its HTTP client; None for a folder.
     """
 
     def __init__(
