@@ -282,7 +282,7 @@ class NeverStepped(ConfigError):
 class StepWatch:
     """Detects a training loop whose attached optimizers never step, or no more, so that it does not run in vain.
 
-    Counts batches, or calls of `replica.step`, since the last step. Gradients are looked at until the first one.
+    Counts batches, or calls of `replica.step`, since the last step. Gradients are read until the first one.
     """
 
     def __init__(self, optimizers: InnerOptimizers) -> None:
@@ -300,7 +300,7 @@ class StepWatch:
         """Count a batch. Raises `NeverStepped` after too many without an optimizer step."""
         self._batches += 1
         if not self.has_stepped:
-            self._look_at_gradients()
+            self._count_dropped()
         if self._dropped >= MOST_DROPPED or self._batches >= MOST_BATCHES:
             what = ", and dropped their gradients" if self._dropped >= MOST_DROPPED else ""
             what = " since its last step" if self.has_stepped else what
@@ -310,7 +310,7 @@ class StepWatch:
                 f"optimizer that the loop steps, and step it at least every {MOST_BATCHES - 1} batches."
             )
 
-    def _look_at_gradients(self) -> None:
+    def _count_dropped(self) -> None:
         """Count the batches in a row whose gradients were dropped."""
         # Accumulation adds to the same tensor; zero_grad without a step leaves another one, or none.
         newest = next((p.grad for p in self._optimizers.parameters() if p.grad is not None), None)
