@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.costs import RoundForecast, egress_usd_per_gb, forecast
@@ -18,9 +18,6 @@ from diloco_orchestrator.launching.prepare import (
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.supervision.placing import Open
-
-if TYPE_CHECKING:
-    pass
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
 _HELD, _MOST = 2.5, 3.5  # times its part of the parameters: a rank's memory, as tests/run/test_islands.py bounds it
