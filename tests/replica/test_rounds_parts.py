@@ -8,7 +8,7 @@ import pytest
 from protocol_fleet import Fleet, answer, close, delta, report
 from scripted import STAMP
 
-from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic, ThreadBackground
+from diloco_orchestrator.clock import ManualClock, NoBackground, ThreadBackground
 from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Out
@@ -60,7 +60,7 @@ class ByHand:
         self.begun.append(Work(run))
         return self.begun[-1]
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
         raise AssertionError("a round starts nothing periodic")
 
     def do_all(self) -> None:
