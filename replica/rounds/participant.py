@@ -13,7 +13,7 @@ round changes between two inner steps of training: only `close` makes the next r
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.clock import Background, Clock
@@ -43,14 +43,17 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 class Transfer:
     """Runs one round's calls in the background: `contribute` at once, then the call passed to `close`.
 
-    Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
-    log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
+    Everything that these calls use belongs to the background until `wait` has returned or raised. `open`: the open
+    round, as training sees it meanwhile. Errors of either call are kept, and raised with their type by `raise_error`
+    and `wait`.
     """
 
-    def __init__(self, background: Background, clock: Clock, round_: int, contribute: Callable[[], object]) -> None:
+    def __init__(
+        self, background: Background, clock: Clock, opened: OpenRound, contribute: Callable[[], object]
+    ) -> None:
         self._background = background
         self._clock = clock
-        self._round = round_
+        self.open = opened
         self._began_at = self._ended_at = clock.now()
         self._published = background.start(contribute)
         self._closed: Future[ClosedRound] | None = None
@@ -82,7 +85,7 @@ class Transfer:
         began_at = self._clock.now()
         closed = self._closed.result()
         waited_s, whole_s = self._clock.now() - began_at, self._ended_at - self._began_at
-        log.info("round %d: waited %.1f s of %.1f s", self._round, min(waited_s, whole_s), whole_s)
+        log.info("round %d: waited %.1f s of %.1f s", self.open.round, min(waited_s, whole_s), whole_s)
         return closed
 
     def _close_once_published(self, close: Callable[[], ClosedRound]) -> ClosedRound:
@@ -93,14 +96,6 @@ class Transfer:
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
-
-    open: OpenRound
-    transfer: Transfer
 
 
 class Participant:
@@ -120,7 +115,7 @@ class Participant:
         self._closer = RoundCloser(attempt, tip, self._claims, requests, self._timing, self._contributor)
         self._snapshots = SnapshotWriter(attempt, tip, self._claims, files)
         self._segments = SegmentWriter(attempt, tip)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: Transfer | None = None
         # This replica's manifests, by any attempt, and the model's persistent buffers: not for use in flight.
         self.history = self._contributor.history
         self.buffers = ReplicaBuffers(attempt, tip, self.history, files)
@@ -198,13 +193,13 @@ class Participant:
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
         flight = self._in_flight or self._begin(lambda: None)
-        flight.transfer.raise_error()
-        flight.transfer.close(lambda: self._close(then, keep_average))
+        flight.raise_error()
+        flight.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
         """Block until the contribution published in the background is in the bucket. Raises errors of publishing."""
         if self._in_flight is not None:
-            self._in_flight.transfer.wait_published()
+            self._in_flight.wait_published()
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         self._attempt.pulse.phase = "waiting"
@@ -212,9 +207,9 @@ class Participant:
         if flight is None:
             closed = self._close(keep_average=keep_average)
         else:
-            flight.transfer.close(lambda: self._close(keep_average=keep_average))
+            flight.close(lambda: self._close(keep_average=keep_average))
             try:
-                closed = flight.transfer.wait()
+                closed = flight.wait()
             finally:
                 self._in_flight = None
             self._timing.open_round()
@@ -235,12 +230,11 @@ class Participant:
         """
         self.give_up()
         if self._in_flight is not None:
-            self._in_flight.transfer.wait_ended()
+            self._in_flight.wait_ended()
         self._snapshots.wait_ended()
 
-    def _begin(self, contribute: Callable[[], object]) -> _InFlight:
-        attempt, opened = self._attempt, self._tip.open
-        self._in_flight = _InFlight(opened, Transfer(attempt.background, attempt.clock, opened.round, contribute))
+    def _begin(self, contribute: Callable[[], object]) -> Transfer:
+        self._in_flight = Transfer(self._attempt.background, self._attempt.clock, self._tip.open, contribute)
         return self._in_flight
 
     def _close(self, then: Callable[[], None] = lambda: None, keep_average: bool = False) -> ClosedRound:

@@ -16,8 +16,10 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from replica.rounds.interface import ClosedRound
 from replica.rounds.participant import Participant, Transfer
+from replica.rounds.tip import OpenRound
 
 CLOSED = ClosedRound(applied=True, skipped=False, average={})
+OPEN = OpenRound(12, 0, ("weight",), 11)
 
 
 class Work(Future[Any]):
@@ -82,7 +84,7 @@ def transfer_of(clock: ManualClock, publish_s: float = 1.0, close_s: float = 5.0
         done.append("closed")
         return CLOSED
 
-    transfer = Transfer(background, clock, 12, contribute)
+    transfer = Transfer(background, clock, OPEN, contribute)
     transfer.close(close)
     transfer.close(close)  # it has begun: nothing happens
     return transfer, background, done
@@ -118,7 +120,7 @@ def test_an_error_of_publishing_is_raised_wherever_it_is_looked_for():
     def contribute() -> None:
         raise StoreUnavailable("no route to host.")
 
-    transfer = Transfer(background, ManualClock(), 12, contribute)
+    transfer = Transfer(background, ManualClock(), OPEN, contribute)
     transfer.close(lambda: CLOSED)
     transfer.raise_error()
     background.do_all()
@@ -133,7 +135,7 @@ def test_an_error_of_closing_leaves_what_is_published():
     def close() -> ClosedRound:
         raise QuorumLost("nobody is there.", (1,))
 
-    transfer = Transfer(background, ManualClock(), 12, lambda: None)
+    transfer = Transfer(background, ManualClock(), OPEN, lambda: None)
     transfer.close(close)
     background.do_all()
     transfer.wait_published()
