@@ -10,6 +10,7 @@ import pytest
 import torch
 from in_one_process import SmallRun
 from tiny_workloads import batch_of, inner_step, mlp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco_orchestrator import ConfigError
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic, is_golden
@@ -128,6 +129,26 @@ def test_a_model_compiled_before_attach_has_the_names_and_bits_of_the_plain_one(
     assert digests(run) == digests(parts) == digests(plain)
     names = ["0.bias", "0.weight", "2.bias", "2.weight"]
     assert sorted(snapshot(run, 2)) == sorted(snapshot(parts, 2)) == names
+
+
+def test_a_model_whose_parts_are_recomputed_has_the_names_and_bits_of_the_plain_one():
+    """torch's wrapper of activation checkpointing adds to names of parameters and buffers what a state_dict leaves out."""
+
+    def trained(run: SmallRun, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+        torch.manual_seed(0)
+        model = mlp()
+        model[2].register_buffer("scale", torch.ones(3))  # type: ignore[index,operator]
+        for index in (0, 2):
+            model[index] = wrap(model[index])  # type: ignore[index,operator]
+        train(run.context(), model)
+
+    plain, recomputed, both = [SmallRun() for _ in range(3)]
+    trained(plain, lambda part: part)
+    trained(recomputed, checkpoint_wrapper)
+    trained(both, lambda part: checkpoint_wrapper(torch.compile(part, backend="eager")))
+    assert digests(recomputed) == digests(both) == digests(plain)
+    names = ["0.bias", "0.weight", "2.bias", "2.scale", "2.weight"]
+    assert [sorted(snapshot(run, 2)) for run in (plain, recomputed, both)] == [names] * 3
 
 
 def test_a_model_compiled_after_attach_is_trained():
