@@ -132,7 +132,7 @@ def test_a_model_compiled_before_attach_has_the_names_and_bits_of_the_plain_one(
 
 
 def test_a_model_whose_parts_are_recomputed_has_the_names_and_bits_of_the_plain_one():
-    """torch's wrapper of activation checkpointing adds to names of parameters and buffers what a state_dict leaves out."""
+    """torch's wrapper of activation checkpointing adds to the names of parameters what a `state_dict` leaves out."""
 
     def trained(run: SmallRun, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
         torch.manual_seed(0)
@@ -335,6 +335,46 @@ def test_a_model_that_one_process_shards_trains_the_bits_of_a_plain_one(group_of
     fsdp.fully_shard(model, mesh=group_of_one)
     train(run.context(), model)
     assert digests(run) == digests(plain_run())
+
+
+class Flat(torch.optim.AdamW):
+    """An optimizer as torchtitan has them, whose state has no part for each parameter: all is by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()["state"]
+        return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+class Copies:
+    """A moving average of a model, perhaps sharded as it is."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.detach().clone() for name, each in self._model.named_parameters()}
+
+    load_state_dict = torch.nn.Module.load_state_dict
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_sharded_state_that_cannot_be_saved_is_refused_at_the_first_step(group_of_one, stateful):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model, run = mlp(), SmallRun(replica_state="round")
+    fsdp.fully_shard(model, mesh=group_of_one)
+    optimizer = (torch.optim.AdamW if stateful else Flat)(model.parameters(), lr=0.01)
+    objects = {"average": Copies(model)} if stateful else {}
+    steps = 0
+    with (
+        pytest.raises(
+            ConfigError, match=r"average.*sharded over.*leave" if stateful else r"sharded over.*attach those"
+        ),
+        run.context().attach(model, optimizer, stateful=objects) as replica,
+    ):
+        for batch in replica.batches(BATCHES):
+            steps += 1
+            inner_step(model, optimizer, batch)
+    assert steps == 1
 
 
 def test_a_model_sharded_by_fsdp1_or_untied_by_sharding_is_refused(group_of_one):
