@@ -80,9 +80,9 @@ def test_the_rank_that_does_not_answer_is_named_and_not_those_that_wait_for_it()
         with pytest.raises(RankMissing, match=r"^rank 2 of 3 moved no tensor"):
             owners[0].each(_task, owners[0])
         _CALLED[2] = _CALLED[1] = _CALLED[0] = lambda: None
+        ends.set()
         with pytest.raises(RankMissing, match=r"^rank 2 of 3"):  # its late answer would be taken for that of this call
             owners[0].each(_task, owners[0])
-        ends.set()
 
 
 def test_the_error_of_a_rank_is_raised_and_not_that_of_those_that_wait_for_it():
