@@ -8,8 +8,8 @@ of the system on each side.
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
@@ -57,17 +57,21 @@ class SignalLines:
         """Send a message from rank 0 to every other rank, or from another rank to rank 0."""
         framed = _NUMBER.pack(len(message)) + message.ljust(_LEAST, b"\0")
         for rank, connection in self._connections.items():
-            with _named_end(rank):
+            try:
                 connection.sendall(framed)
+            except ConnectionError as error:
+                raise _ended(rank) from error
 
     def receive(self, rank: int = 0) -> bytes:
         """The next message of rank 0, in another rank; in rank 0 that of `rank`. Waits for it without limit."""
-        with _named_end(rank):
+        try:
             framed = _received(self._connections[rank], _NUMBER.size + _LEAST)
             (length,) = _NUMBER.unpack_from(framed)
             if length > _LEAST:
                 framed += _received(self._connections[rank], length - _LEAST)
-            return framed[_NUMBER.size : _NUMBER.size + length]
+        except (EOFError, ConnectionError) as error:
+            raise _ended(rank) from error
+        return framed[_NUMBER.size : _NUMBER.size + length]
 
     def first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
         """In rank 0: the one of `ranks` whose message came first, or which has ended; None if there is none in time.
@@ -123,10 +127,6 @@ def _received(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-@contextmanager
-def _named_end(rank: int) -> Iterator[None]:
-    """Raise what an ended rank does to a connection as the `RuntimeError` that gloo's collectives raise."""
-    try:
-        yield
-    except (EOFError, ConnectionError) as error:
-        raise RuntimeError(f"Connection closed by peer: rank {rank} of this replica has ended") from error
+def _ended(rank: int) -> RuntimeError:
+    """The error for a connection that an ended rank has closed, in the words of gloo's collectives."""
+    return RuntimeError(f"Connection closed by peer: rank {rank} of this replica has ended")

@@ -58,7 +58,7 @@ class SmallState:
         return base64.b64encode(zlib.compress(pack(tree), 9)).decode()
 
     def check(self, large: bool) -> None:
-        """Raise `ConfigError` for the state of an object that cannot be saved. `large`: look at large ones too."""
+        """Raise `ConfigError` for the state of an object that cannot be saved. `large`: check large ones too."""
         for small in (True, False) if large else (True,):
             for name, state in self._states(small=small):
                 check_packable(state, f"the state of stateful[{name!r}]")
