@@ -181,7 +181,8 @@ class RoundTiming:
         whole = self._attempt.config.round_steps
         if not self.elastic or not 0 < steps < whole:
             return False
-        deadline, elapsed, step_s = self.deadline(), self.train_s, steps_s / steps
+        deadline, elapsed = self.deadline(), self.train_s
+        step_s = steps_s / steps
         if self._equal_time:
             if (round_s := self._times.fastest_s) is None:
                 return self._another_has_contributed()

@@ -1,6 +1,8 @@
 """Compiled models, default devices, loss scaling, several optimizers, changed dtypes: each works, or is refused."""
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.tensor_file import views
 from replica.context import ReplicaContext
-from replica.process.rank import RankPlace, joined
+from replica.process.rank import Events, RankPlace, joined
 
 BATCHES = [batch_of(i) for i in range(40)]
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -183,6 +185,22 @@ def test_buffers_of_compiled_parts_have_the_plain_names_and_values():
     for run in (before, after):
         ours, theirs = snapshot(run, 2), snapshot(plain, 2)
         assert sorted(ours) == sorted(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_loss_that_is_observed_as_a_tensor_is_a_number_in_a_ranks_sign_of_life(tmp_path):
+    run, model = SmallRun(), mlp()
+    context, optimizer = run.context(), torch.optim.AdamW(model.parameters(), lr=0.01)
+    said, events = tmp_path / "events", Events(os.open(tmp_path / "events", os.O_CREAT | os.O_WRONLY))
+    with context.attach(model, optimizer) as replica:
+        for x, y in replica.batches(BATCHES):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            replica.observe(loss=loss)
+            events.alive(context._attempt.pulse)
+    newest = json.loads(said.read_text().splitlines()[-1])["pulse"]
+    assert newest["loss"] == loss.item()
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------------
