@@ -55,6 +55,13 @@ class Checkpoint:
         self._stateful = stateful
         self.small = SmallState(optimizer, stateful)
 
+    def check(self) -> None:
+        """After the first step: raise `ConfigError` for a state that cannot be saved, before a round is trained."""
+        saves = self._attempt.config.saves_state != "none"
+        self.small.check(large=saves)
+        if saves:
+            self._optimizer.check_state()
+
     def encode_if_due(self) -> StateFile | None:
         """The training state as a file to be written before training goes on, or with a delay, at any time.
 

@@ -169,8 +169,8 @@ class TrainingSession:
         if not self._going:
             return
         self._unprocessed += 1
-        if not self._watch.has_stepped and self._attempt.config.saves_state != "none":
-            self._optimizers.check_state()
+        if not self._watch.has_stepped:
+            self._checkpoint.check()
         self._watch.stepped()
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
