@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import STAMP, Scene
+from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
@@ -22,7 +22,7 @@ from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus
+from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus, Unavailable
 from replica.process.run_attempt import LeavingNotice
 
 
@@ -88,6 +88,25 @@ def test_what_a_call_starts_after_its_attempt_was_counted_as_ended_is_cancelled(
     assert coordinator.alive() == [] and scene.executor.cancelled == []
     scene.background.work()
     coordinator.step()
+    assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+
+
+class LosesReplies(ScriptedExecutor):
+    """A provider that starts what it is asked for, and whose replies are lost."""
+
+    def launch(self, request):
+        super().launch(request)
+        raise Unavailable("no answer for 60 s")
+
+
+def test_what_a_call_without_an_answer_has_started_is_cancelled_where_nobody_needs_it_any_more():
+    scene = Slow()
+    scene.executor = LosesReplies()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    coordinator.cancel_all("nobody needs it")
+    scene.background.work()
+    scene.steps(coordinator, 3.0)
     assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
 
 
