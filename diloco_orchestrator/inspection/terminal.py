@@ -7,10 +7,10 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -28,6 +28,10 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic
 from diloco_orchestrator.redaction import shown
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 _SHOWN_UNREADABLE = 3
 
@@ -44,6 +48,31 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             # Control segments are rich's own, such as those that redraw a live table.
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Raise the `BrokenPipeError` that is being handled: rich itself would end the process."""
+        raise
+
+
+def lasting(draw: Callable[[T], None]) -> Callable[[T], None]:
+    """A function that calls `draw` until that raises `OSError`, which is logged, and nothing from then on.
+
+    A pipe that nobody reads any more, or a full disk below the output, must not end a process that supervises a run:
+    its replicas would go on, and cost money without a limit.
+    """
+    broken = False
+
+    def drawn(what: T) -> None:
+        nonlocal broken
+        if broken:
+            return
+        try:
+            draw(what)
+        except OSError as error:
+            broken = True
+            log.warning("nothing is shown here any more, and supervision goes on: %s", error)
+
+    return drawn
 
 
 class Display(Protocol):
@@ -96,7 +125,8 @@ class LivePanel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.__exit__(kind, error, trace)
+        with suppress(OSError):  # what would say that the screen is gone
+            self._live.__exit__(kind, error, trace)
 
     def update(self, status: RunStatus) -> None:
         ended = status.state in _ENDS
@@ -140,7 +170,8 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
         yield lambda: notebook.update(read())
     elif console.is_terminal:
         with LivePanel(console, below=2) as panel:
-            yield lambda: panel.update(read())
+            update = lasting(panel.update)
+            yield lambda: update(read())
     else:
         yield None
 
