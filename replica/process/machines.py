@@ -107,7 +107,7 @@ class Link:
         if said == [] and len(self._rest) < _HELLO_BYTES:
             return None
         first = said[0] if said else None
-        # As bytes, because texts that are not ASCII cannot be compared.
+        # Texts that are not ASCII could not be compared, bytes can.
         if not isinstance(first, dict) or not hmac.compare_digest(str(first.get("key")).encode(), key.encode()):
             raise ValueError("no machine of this attempt")
         return int(first["machine"])

@@ -237,7 +237,7 @@ def asked_of_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 def test_the_launchers_policy_has_exactly_the_actions_that_the_executor_asks_aws_for(monkeypatch: pytest.MonkeyPatch):
     with asked_of_aws(monkeypatch) as asked:
         executor = EKSExecutor("CLUSTER", region="eu-central-1", instance_type="g6e.xlarge", gpu=1)
-        executor.hourly_usd(request_of("pass"))
+        executor.price(request_of("pass"))
         with pytest.raises(ExecutorDenied):
             executor.find("run")
     assert asked == {each["Action"] for each in policy("eks/launcher-iam.json")["Statement"]}

@@ -13,6 +13,7 @@ from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd, patience_s
 from executors.contract import LaunchRequest, ReplicaState
+from executors.prices import Price
 
 HOUR = 3600.0
 
@@ -121,7 +122,7 @@ class Priced(Scene):
 
     def __init__(self, **settings):
         super().__init__(timing={"poll_s": 0.01, "startup_timeout_s": 1e6}, **settings)
-        self.executor.hourly_usd = self.price
+        self.executor.price = self.price
 
     def come_up(self) -> None:
         """Machines are paid from the time that they are there."""
@@ -131,8 +132,8 @@ class Priced(Scene):
             assert key is not None
             self.fleet.store.create(key, claim.to_bytes())
 
-    def price(self, request: LaunchRequest) -> float:
-        return 2.0
+    def price(self, request: LaunchRequest) -> Price:
+        return Price(2.0, "told")
 
 
 def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
