@@ -319,14 +319,14 @@ def search_words(event: SearchFailed) -> str:
 def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptPolicy) -> Step:
     if event.status.state.ended:
         return _end_by_status(state, event.status, now)
-    started = state.running_since is None and event.status.state is ReplicaState.RUNNING
-    words = f"it runs image {event.status.image}" if started and event.status.image else ""
+    runs_now = event.status.state is ReplicaState.RUNNING and (state.running_since is None or state.pending)
+    words = f"it runs image {event.status.image}" if runs_now and event.status.image else ""
     pending = event.status.state is ReplicaState.PENDING
     waits_for = (event.status.message or event.status.native_state) if pending else ""
     effects: tuple[Effect, ...] = ()
     if waits_for != state.waits_for:
         words, effects = f"it has not started yet: {waits_for}" if waits_for else words, (WriteWaiting(waits_for),)
-    running_since = now if started else state.running_since
+    running_since = now if state.running_since is None and event.status.has_machine else state.running_since
     seen = replace(state, running_since=running_since, blind_since=None, pending=pending, waits_for=waits_for)
     return Step(seen, effects, words)
 

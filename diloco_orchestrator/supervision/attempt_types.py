@@ -95,7 +95,7 @@ class Running(Alive):
     """State: launched, with the handle by which the provider knows it, which may still be waiting for a machine."""
 
     handle: ReplicaHandle
-    running_since: float | None = None  # when the provider first reported RUNNING
+    running_since: float | None = None  # when the provider first reported that it has a machine
     blind_since: float | None = None  # since when the provider cannot report its status; None: it can
     pending: bool = False  # the provider's last report: it waits for a machine
     waits_for: str = ""  # why it has no machine yet, in the provider's last words; empty once it has one

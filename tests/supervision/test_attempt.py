@@ -88,6 +88,8 @@ def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
 
 
 QUEUED = replace(RUNNING, pending=True)
+NO_IMAGE = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "image", message="no image"))
+STARTS_NOT = replace(QUEUED, waits_for="no image")
 REFUSED_POD = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "refused", message="its pod is refused"))
 
 
@@ -203,6 +205,8 @@ ROWS = [
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
     (RUNNING, said(ReplicaState.PENDING), QUEUED),
+    (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(QUEUED, running_since=None)),
+    (replace(RUNNING, running_since=None), NO_IMAGE, replace(STARTS_NOT, running_since=NOW), WriteWaiting("no image")),
     (RUNNING, REFUSED_POD, replace(QUEUED, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
     (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(QUEUED, waits_for="its pod is refused")),
     (QUEUED, said(ReplicaState.RUNNING), RUNNING),

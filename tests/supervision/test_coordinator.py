@@ -372,6 +372,19 @@ def test_a_cancel_that_the_vendor_refuses_is_tried_again():
     assert scene.executor.cancelled == [(0, 1)]
 
 
+def test_a_machine_that_cannot_start_an_attempt_is_not_paid_for_ever():
+    """As by a misspelt image: each of its pods holds a node with GPUs."""
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing={"startup_timeout_s": 300.0})
+    coordinator = scene.coordinator()
+    words = 'Back-off pulling image "trian:7"'
+    queued, backs_off = (ReplicaStatus(ReplicaState.PENDING, each, message=words) for each in ("", "image"))
+    scene.executor.states = {(0, 1): queued, (1, 1): backs_off}
+    scene.steps(coordinator, 400)
+    assert scene.executor.cancelled == [(1, 1)]
+    cancel = AttemptRecords(scene.fleet.store).cancel(1, 1)
+    assert cancel is not None and cancel.reason.startswith("hung: ") and words in cancel.reason
+
+
 def test_a_hung_replica_is_ended_though_its_provider_is_away_for_a_minute_just_then():
     scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
     coordinator = scene.coordinator()
