@@ -8,8 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco_orchestrator.errors import ConfigError, nearest
-from diloco_orchestrator.protocol.record_format import MOST_COUNTED
+from diloco_orchestrator.errors import ConfigError, RecordInvalid, nearest
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.kinds import most_bytes
+from diloco_orchestrator.protocol.record_format import MOST_COUNTED, canonical_json
 from diloco_orchestrator.protocol.records import Contribution, Disagreeing, HeldoutSet, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
 
@@ -77,6 +79,28 @@ def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
 def _tokens(manifest: Contribution) -> int:
     tokens = manifest.metrics.get("tokens")
     return 0 if tokens is None else min(max(0, int(tokens.sum or 0)), MOST_COUNTED)
+
+
+# -- what a commit repeats of a manifest -------------------------------------------------------------------------------
+
+_OF_COMMIT = most_bytes(keys.commit(1)) // 4  # bytes for the origins of all replicas' contributions; the rest has room
+_LEAST_SHARE = 2048  # bytes of one replica's, in runs of more than 1,024
+_MOST_NAMES = 8192  # bytes of the names of one replica's metrics; ours and 16 of a user's take about 700
+
+
+def check_repeatable(manifest: Contribution, replicas: int, where: str) -> None:
+    """Raise `RecordInvalid` if what a commit repeats of `manifest`, at `where`, does not fit beside the others'.
+
+    A commit that is longer than one may be is void, so a manifest that takes more than one replica's share of it counts
+    as one that cannot be read. `replicas`: number of replicas of the run.
+    """
+    origins = len(canonical_json({"origins": [each.model_dump() for each in manifest.origins]}))
+    share, names = max(_OF_COMMIT // replicas, _LEAST_SHARE), sum(len(name.encode()) for name in manifest.metrics)
+    if origins > share or names > _MOST_NAMES or len(manifest.disagreeing) > replicas:
+        raise RecordInvalid(
+            f"{where} has {origins} bytes of origins (of {share}), {names} of metrics' names (of {_MOST_NAMES}), and "
+            f"lists {len(manifest.disagreeing)} replicas as disagreeing: no commit can repeat so much."
+        )
 
 
 # -- metrics of the user's own -----------------------------------------------------------------------------------------

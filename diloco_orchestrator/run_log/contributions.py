@@ -72,7 +72,8 @@ class ContributionReader:
     def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:
         """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`.
 
-        `replicas`: number of replicas of the run; manifests under higher ids are ignored.
+        `replicas`: number of replicas of the run; manifests under higher ids are ignored, and so are manifests that
+        name another round or replica than their keys.
         """
         parsed = (keys.contribution.parse(info.key) for info in self._store.list(keys.contributions(round_)))
         found = {key[1] for key in parsed if key is not None and key[1] < replicas}
@@ -83,7 +84,7 @@ class ContributionReader:
     def _parsed(self, round_: int, replica_id: int) -> Contribution | None:
         with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
             manifest = self.of(round_, replica_id)
-            if manifest is not None and manifest.replica_id == replica_id:
+            if manifest is not None and (manifest.round, manifest.replica_id) == (round_, replica_id):
                 return manifest
         return None
 

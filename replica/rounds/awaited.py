@@ -47,7 +47,7 @@ class AwaitedReplicas:
     def out(self) -> tuple[int, ...]:
         """Replicas that were given up or vacated, except those that have since responded to a later round."""
         round_, now_there = self._tip.open.round, {answer.replica_id for answer in self._received.answers()}
-        for replica_id, since in self._out.items():
+        for replica_id, since in dict(self._out).items():  # `read_out`, in another thread, may add one meanwhile
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
                 self._back.add(replica_id)
         return tuple(sorted(self._out.keys() - self._back))

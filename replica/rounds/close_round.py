@@ -101,6 +101,7 @@ class RoundCloser:
                 if (entry := self._commit_of_others()) is not None:
                     return self._apply(entry, keep_average)
                 if not self._received.confirm_own(attempt.replica_id, self._round):
+                    self._contributor.created = None  # it is read from the bucket now, as the others read it
                     continue
             if decision.action is not rounds.Action.WAIT and not self._halt_asked:
                 self._read_halt()

@@ -24,6 +24,7 @@ from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
+from diloco_orchestrator.protocol.round_metrics import check_repeatable
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -247,6 +248,7 @@ class ReceivedResponses:
         sha256 = sha256_hex(data)
         try:
             manifest = Contribution.from_bytes(data, key)
+            check_repeatable(manifest, expected.config.most_replicas, key)
         except RecordInvalid as error:
             log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
             reason = f"the manifest cannot be read: {error}"
@@ -263,7 +265,8 @@ class ReceivedResponses:
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"
         if manifest.kind == "abstention":
-            log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
+            why = manifest.reason[:LONGEST_REASON]
+            log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, why)
             return "abstention", manifest.reason
         if manifest.kind == "delta" and (why := _breaks_its_promise(manifest, expected)):
             return "unverifiable", why
