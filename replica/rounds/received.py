@@ -5,7 +5,7 @@ Every byte is verified before the decision; only verified contributions are aver
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -234,9 +234,14 @@ class ReceivedResponses:
             return received.manifest
         return self._reader.named(round_, answer)
 
-    def late_in(self, round_: int, replicas: int, but: Collection[int]) -> list[Contribution]:
-        """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
-        return self._reader.in_round(round_, replicas, but)
+    def late_in(self, round_: int, replicas: int, seen: set[int]) -> list[Contribution]:
+        """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `seen`.
+
+        Adds to `seen` the replicas whose manifests were read, with whatever result: none is read twice.
+        """
+        new = self._reader.authors_in(round_, replicas) - seen
+        seen |= new
+        return self._reader.each_of(round_, new)
 
     # -- verifying -----------------------------------------------------------------------------------------------
 

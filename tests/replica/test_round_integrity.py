@@ -13,7 +13,7 @@ from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import Encoded, encode
-from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.errors import QuorumLost, RecordInvalid
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys, weights
@@ -294,6 +294,27 @@ def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster()
     answer(zero, 1.0)
     zero.close()
     assert zero.open.roster == (0, 2)
+
+
+def test_a_late_manifest_that_cannot_be_read_is_read_once_however_long_the_round_waits():
+    """It was read at every poll: up to 8 MiB, by every replica, several times a second."""
+    store = RequestCounter()
+    fleet = Fleet(replicas=3, rounds=9, quorum=2, timing=BY_HAND, store=store)
+    clock = ManualClock()
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for taking in ([zero, one, two], [zero, one]):
+        clock.advance(2.0)
+        for participant in taking:
+            answer(participant, 1.0)
+        for participant in taking:
+            participant.close()
+    fleet.store.put(keys.contribution(2, 2), b"not json")
+    clock.advance(2.0)
+    answer(zero, 1.0)
+    store.forget()
+    with pytest.raises(QuorumLost):
+        zero.close()
+    assert store.gets.count(keys.contribution(2, 2)) == 1 and store.lists > 10
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
