@@ -14,7 +14,7 @@ from diloco_orchestrator.codecs.table import Encoded, Measure, get_codec
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
 from diloco_orchestrator.protocol.digests import BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
-from diloco_orchestrator.store.base import Store, open_file
+from diloco_orchestrator.store.base import Store
 
 _SAME_NORM = 1e-3  # relative difference of two measurements of one norm, at the most: CPUs sum in other orders
 _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
@@ -57,7 +57,7 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
     `PayloadGone` if the object does not exist, and as `check_shard` and `check_norm` do.
     """
     try:
-        file = open_file(store, key)
+        file = store.open_file(key)
     except ObjectMissing:
         raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.", key) from None
     if file is None:

@@ -18,7 +18,6 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ServerlessExecutor,
-    forget_run,
 )
 from diloco_orchestrator.executors.machine import machine_memory
 from diloco_orchestrator.protocol import keys
@@ -215,7 +214,7 @@ def remove_attempts(executor: ServerlessExecutor, run_ids: Sequence[str], clock:
             for handle in running:
                 executor.cancel(handle)
             _wait_for_ends(executor, running, clock)
-            forget_run(executor, run_id)
+            executor.forget(run_id)
         except ExecutorError as error:
             why = str(error)
     return why

@@ -15,9 +15,6 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
     ServerlessExecutor,
-    give_store,
-    machines_of,
-    part_of,
     price_of,
 )
 from diloco_orchestrator.executors.places import Places
@@ -124,7 +121,7 @@ def prepare_launch(
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
     key = new_key() if (_is_signed(url, executor, config) if signed is None else signed) else None
-    give_store(executor, url, storage_options)
+    executor.use_store(url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
     more = code.requirements if isinstance(code, CodeBundle) else ()
@@ -416,7 +413,11 @@ def plan_launch(
         images=prepared.images(),
         refusal=_refusal(prepared),
         ranks=ranks if max(ranks) > 1 else (),
-        machines=tuple(machines_of(prepared.executor, each) for each in prepared.requests if max(ranks) > 1),
+        machines=tuple(
+            each.machines(prepared.executor.part(each).ranks_per_machine)
+            for each in prepared.requests
+            if max(ranks) > 1
+        ),
         rank_bytes=tuple(
             (round(_HELD * each), round(_MOST * each)) for each in shares if parameters and max(ranks) > 1
         ),
@@ -440,6 +441,6 @@ def _refusal(prepared: PreparedLaunch) -> str:
 
 def _sent(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> dict[str, Mapping[str, Any]]:
     """The provider's requests for replica 0 and for the first replica of each further executor of a mixed fleet."""
-    firsts = {id(part_of(executor, request)): request for request in reversed(requests)}
+    firsts = {id(executor.part(request)): request for request in reversed(requests)}
     chosen = sorted(firsts.values(), key=lambda request: request.replica_id)
-    return {f"replica {r.replica_id} ({part_of(executor, r).name})": executor.plan(r) for r in chosen}
+    return {f"replica {r.replica_id} ({executor.part(r).name})": executor.plan(r) for r in chosen}

@@ -22,7 +22,7 @@ from diloco_orchestrator.errors import (
     RunNotFinished,
     StoreError,
 )
-from diloco_orchestrator.executors.contract import ServerlessExecutor, give_store
+from diloco_orchestrator.executors.contract import ServerlessExecutor
 from diloco_orchestrator.executors.local_process import replicas_in
 from diloco_orchestrator.executors.processes import launcher_of
 from diloco_orchestrator.executors.registry import executor_of
@@ -86,7 +86,7 @@ class Run:
         The setting in run.json is ignored, because whoever can write to the bucket could choose a folder or project
         here.
         """
-        give_store(means.executor, reader.store.url, means.storage_options)
+        means.executor.use_store(reader.store.url, means.storage_options)
         self.url = reader.store.url
         self._seen = SeenStore.of(reader.store, means.clock)
         self._watched = reader if reader.store is self._seen else RunReader(self._seen)

@@ -41,8 +41,7 @@ from diloco_orchestrator.protocol.signed_objects import (
 )
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, identity, needs_key, operator_of
 from diloco_orchestrator.signing.keys import RunKey, Signer, is_by, is_certified
-from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
-from diloco_orchestrator.store.retrying import without_read_back
+from diloco_orchestrator.store.base import ObjectInfo, Store
 
 _MOST_NAMES = 65_536  # names kept in memory, some 20 MB
 _TRIALS = (keys.PROBE, keys.DOCTOR)  # prefixes of objects that come before any run
@@ -186,7 +185,7 @@ class _Rules:
             self.debris[name] = why
 
 
-class SignedStore:
+class SignedStore(Store):
     """The store interface over `beneath`, a folder of a run: of a signed one only signed objects exist.
 
     A folder without run.json, or with that of an unsigned run, is `beneath` itself. Objects that no log rests on, such
@@ -199,17 +198,14 @@ class SignedStore:
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:
         """`environ`: the environment in which private keys are sought first, then in this user's state folder."""
+        self.url = beneath.url
         self.beneath = beneath
         self.environ = environ
         self._known: list[_Rules | None] = []  # one item once run.json was read; copies of this store share it
 
     @property
-    def url(self) -> str:
-        return self.beneath.url
-
-    @property
     def endpoint(self) -> str:
-        return endpoint_of(self.beneath)
+        return self.beneath.endpoint
 
     @property
     def is_signed(self) -> bool:
@@ -441,13 +437,13 @@ class SignedStore:
     def open_file(self, key: str) -> IO[bytes] | None:
         rules = self._rules(key)
         if rules is None:
-            return open_file(self.beneath, key)
-        return None if is_signed(key) else open_file(self.beneath, self._name(rules, key))
+            return self.beneath.open_file(key)
+        return None if is_signed(key) else self.beneath.open_file(self._name(rules, key))
 
     def without_read_back(self) -> "SignedStore":
         """This store with a `create` that does not read back an object without a signature."""
         found = copy.copy(self)  # what is known is shared
-        found.beneath = without_read_back(self.beneath)
+        found.beneath = self.beneath.without_read_back()
         return found
 
 

@@ -17,12 +17,9 @@ from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
-    ChecksMachines,
     LaunchRequest,
-    OffersToMachines,
     ServerlessExecutor,
     hourly_usd,
-    part_of,
     price_of,
 )
 from diloco_orchestrator.executors.places import Places
@@ -128,8 +125,7 @@ class LaunchRequests:
             )
             for request in requests:
                 executor.plan(request)
-            if isinstance(executor, ChecksMachines):
-                executor.check_machine()
+            executor.check_machine()
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if self.operator is not None and offers_to_machines(executor, config, without_keys=True):
@@ -155,7 +151,7 @@ class LaunchRequests:
             )
         requests = [LaunchRequest("run", each, 1, []) for each in invited]
         for request in at_each_place(executor, requests):
-            if not isinstance(part_of(executor, request), OffersToMachines):
+            if not executor.part(request).free_until_taken:
                 raise ConfigError(
                     f"replica {request.replica_id} is for a machine of a stranger (invited={invited}), and this "
                     "executor launches it itself. Give its place to machines that join: such as --executor "
@@ -242,8 +238,8 @@ def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_
     """
     ids = [each for each in range(config.most_replicas) if not (without_keys and each in config.invited)]
     requests = [LaunchRequest("run", each, 1, []) for each in ids]
-    parts = [part_of(executor, each) for each in at_each_place(executor, requests)]
-    return any(isinstance(each, OffersToMachines) and not (without_keys and each.offers_keys) for each in parts)
+    parts = [executor.part(each) for each in at_each_place(executor, requests)]
+    return any(each.free_until_taken and not (without_keys and each.offers_keys) for each in parts)
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:

@@ -21,7 +21,6 @@ from diloco_orchestrator.executors.contract import (
     ServerlessExecutor,
     Unavailable,
     hourly_usd,
-    launched_by,
 )
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.supervision.attempt import ReplicaView
@@ -84,7 +83,7 @@ class Vendor:
 
     def is_ours(self, handle: ReplicaHandle) -> bool:
         """Whether this executor launched the attempt with this handle, so that it can be polled here."""
-        return launched_by(self._executor, handle)
+        return self._executor.has(handle)
 
     # -- launching -----------------------------------------------------------------------------------------------
 

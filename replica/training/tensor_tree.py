@@ -22,10 +22,10 @@ _TREE = "tree"
 
 
 def state_file(tree: Any, owners: Owners = ALONE, limit: int = OBJECT_LIMIT) -> StateFile:
-    """The file of nested dicts, lists and tuples of JSON scalars and tensors, also such as ranks of a replica hold.
+    """The file of a training state: nested dicts, lists and tuples of JSON scalars and tensors.
 
-    Tensors are read when the file is written. `limit`: bytes of one of its pieces. Raises `ConfigError` for anything
-    else, naming its place in the tree.
+    Tensors are read when the file is written; each may be in parts on several ranks of the replica. `limit`: bytes of a
+    piece of the file, above which it is cut. Raises `ConfigError` for anything else, naming its place in the tree.
     """
     found: list[tuple[str, torch.Tensor | TensorInRanks]] = []
     shape = json.dumps(_encode(tree, found, "state"), separators=(",", ":"))

@@ -102,8 +102,8 @@ def test_a_sandbox_costs_its_dearest_gpu_its_cores_and_its_memory_times_the_regi
     assert narrow.hourly_usd / broad.hourly_usd == pytest.approx(1.75 / 1.5, abs=1e-3)
     exactly = modal_price(["H100!"], None, None, [])
     assert exactly is not None and exactly.hourly_usd == pytest.approx(3.9492 + 0.1419 + 0.0242, abs=1e-4)
-    assert ModalExecutor(gpu="B200+").hourly_usd(REQUEST) is None  # or a B300, whose price is in no table
-    assert modal_price(["Z900"], None, None, []) is None and ModalExecutor(gpu="Z900").hourly_usd(REQUEST) is None
+    assert ModalExecutor(gpu="B200+").price(REQUEST) is None  # or a B300, whose price is in no table
+    assert modal_price(["Z900"], None, None, []) is None and ModalExecutor(gpu="Z900").price(REQUEST) is None
 
 
 @pytest.fixture

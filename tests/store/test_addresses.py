@@ -3,7 +3,6 @@
 import pytest
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError, StoreUnavailable
-from diloco_orchestrator.store.base import endpoint_of
 from diloco_orchestrator.store.obstore_engine import ObstoreEngine
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, check_address, open_store
 
@@ -112,10 +111,10 @@ def test_one_url_on_two_servers_is_two_stores_and_one_on_one_server_is_one(
     url: str, option: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ):
     signed = {"az": UNSIGNED, "gs": {"skip_signature": True}}.get(url[:2], {"key": "k", "secret": "s"})
-    other = endpoint_of(open_store(url, signed))
-    by_option = endpoint_of(open_store(url, {**signed, option: value}))
+    other = open_store(url, signed).endpoint
+    by_option = open_store(url, {**signed, option: value}).endpoint
     monkeypatch.setenv(variable, value)
-    by_variable = endpoint_of(open_store(url, {name: signed[name] for name in signed if name != option}))
+    by_variable = open_store(url, {name: signed[name] for name in signed if name != option}).endpoint
     assert other != by_option == by_variable
 
 
