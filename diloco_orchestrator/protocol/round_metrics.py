@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid, nearest
-from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED, canonical_json
 from diloco_orchestrator.protocol.records import Contribution, Disagreeing, HeldoutSet, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
@@ -83,23 +81,23 @@ def _tokens(manifest: Contribution) -> int:
 
 # -- what a commit repeats of a manifest -------------------------------------------------------------------------------
 
-_OF_COMMIT = most_bytes(keys.commit(1)) // 4  # bytes for the origins of all replicas' contributions; the rest has room
-_LEAST_SHARE = 2048  # bytes of one replica's, in runs of more than 1,024
-_MOST_NAMES = 8192  # bytes of the names of one replica's metrics; ours and 16 of a user's take about 700
+# Bytes of one replica: 1,024 replicas fill half of the longest commit with these. A carry lists at most 32 rounds.
+_MOST_ORIGINS = 4096
+_MOST_NAMES = 8192  # of metrics, most of which all replicas have in common; ours and 16 of a user's take about 700
 
 
 def check_repeatable(manifest: Contribution, replicas: int, where: str) -> None:
     """Raise `RecordInvalid` if what a commit repeats of `manifest`, at `where`, does not fit beside the others'.
 
-    A commit that is longer than one may be is void, so a manifest that takes more than one replica's share of it counts
-    as one that cannot be read. `replicas`: number of replicas of the run.
+    A commit that is longer than one may be is void, so such a manifest counts as one that cannot be read. `replicas`:
+    number of replicas of the run.
     """
     origins = len(canonical_json({"origins": [each.model_dump() for each in manifest.origins]}))
-    share, names = max(_OF_COMMIT // replicas, _LEAST_SHARE), sum(len(name.encode()) for name in manifest.metrics)
-    if origins > share or names > _MOST_NAMES or len(manifest.disagreeing) > replicas:
+    names = sum(len(name.encode()) for name in manifest.metrics)
+    if origins > _MOST_ORIGINS or names > _MOST_NAMES or len(manifest.disagreeing) > replicas:
         raise RecordInvalid(
-            f"{where} has {origins} bytes of origins (of {share}), {names} of metrics' names (of {_MOST_NAMES}), and "
-            f"lists {len(manifest.disagreeing)} replicas as disagreeing: no commit can repeat so much."
+            f"{where} has {origins} bytes of origins (at most {_MOST_ORIGINS}), {names} of metrics' names (at most "
+            f"{_MOST_NAMES}), and lists {len(manifest.disagreeing)} replicas as disagreeing: no commit can repeat so much."
         )
 
 
