@@ -97,7 +97,7 @@ def check_repeatable(manifest: Contribution, replicas: int, where: str) -> None:
     if origins > _MOST_ORIGINS or names > _MOST_NAMES or len(manifest.disagreeing) > replicas:
         raise RecordInvalid(
             f"{where} has {origins} bytes of origins (at most {_MOST_ORIGINS}), {names} of metrics' names (at most "
-            f"{_MOST_NAMES}), and lists {len(manifest.disagreeing)} replicas as disagreeing: no commit can repeat so much."
+            f"{_MOST_NAMES}), and {len(manifest.disagreeing)} replicas that disagree: no commit can repeat so much."
         )
 
 
