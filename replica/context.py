@@ -443,4 +443,5 @@ class ReplicaSession:
         )
         if extra:
             self._training.metrics.add_extra(extra)
-        self._attempt.pulse.loss = loss if loss is not None else reward
+        shown = loss if loss is not None else reward
+        self._attempt.pulse.loss = None if shown is None else float(shown)  # a tensor would keep its step's graph

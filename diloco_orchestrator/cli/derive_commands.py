@@ -153,16 +153,8 @@ def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bu
     from diloco_orchestrator.inspection.audit import audit as audited
 
     sys.path.insert(0, str(Path.cwd()))
-    table = _AuditTable(silent=as_json)
-    done = audited(
-        url,
-        draw,
-        seed,
-        trust_bucket=trust_bucket,
-        limit_s=limit_s,
-        on_draw=table.begin,
-        on_range=table.row,
-    )
+    table: dict[str, Any] = {"on_draw": _print_head, "on_range": lambda found: echo(_row_of(found))}
+    done = audited(url, draw, seed, trust_bucket=trust_bucket, limit_s=limit_s, **({} if as_json else table))
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
@@ -176,23 +168,10 @@ _COLUMNS = (("round", 7), ("replica", 9), ("steps", 7), ("state of", 10), ("s", 
 _TITLE = "payload"
 
 
-class _AuditTable:
-    """Prints the last commit audited and the seed, then a line for each finding. `silent`: prints nothing."""
-
-    def __init__(self, *, silent: bool = False) -> None:
-        self._silent = silent
-
-    def begin(self, drawn: "Audit") -> None:
-        """Print the last commit audited, the seed of the draw, and the number of rounds drawn."""
-        if self._silent:
-            return
-        echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
-        echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
-
-    def row(self, found: "RangeFinding") -> None:
-        """Print the finding about one replica's training in one round."""
-        if not self._silent:
-            echo(_row_of(found))
+def _print_head(drawn: "Audit") -> None:
+    """Print the last commit audited, the seed of the draw, and the number of rounds drawn."""
+    echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
+    echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
 
 def _row_of(found: "RangeFinding") -> str:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -46,27 +45,21 @@ class Console(rich.console.Console):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
 
-class Display(Protocol):
-    """Shows a run's statuses as they change. Used as a context manager around the polling loop of a command."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, status: RunStatus) -> None:
-        """Show `status`, the newest status of the run."""
-        ...
+Show = Callable[[RunStatus], None]  # shows the newest status of a run
 
 
-def display_for(console: Console, *, below: int, supervises: bool = False) -> Display:
-    """A display of a run: the live panel on a terminal, plain lines elsewhere.
+@contextmanager
+def display_for(console: Console, *, below: int, supervises: bool = False) -> Iterator[Show]:
+    """Context that shows a run while it goes on: yields what to call with each status that was read.
 
-    `below`: lines that follow the last drawing, the prompt included. `supervises`: whether this process also logs how
-    replicas end.
+    A live panel on a terminal, plain lines elsewhere. `below`: lines that follow the last drawing, the prompt included.
+    `supervises`: whether this process also logs how replicas end.
     """
-    return LivePanel(console, below) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
+    if console.is_terminal:
+        with live_panel(console, below) as show:
+            yield show
+    else:
+        yield PlainLines(console, with_attempts=not supervises).show
 
 
 def log_to(console: Console) -> None:
@@ -79,29 +72,19 @@ def log_to(console: Console) -> None:
         logging.getLogger(announcer).setLevel(logging.WARNING)
 
 
-class LivePanel:
-    """A display of a run's progress, replicas and newest rounds on a terminal, redrawn in place.
+@contextmanager
+def live_panel(console: Console, below: int) -> Iterator[Show]:
+    """Context with a run's progress, replicas and newest rounds on a terminal, redrawn in place by what it yields.
 
     The last drawing stays on the screen. `below`: lines that will be printed under it, the prompt included.
     """
+    with Live(console=console, auto_refresh=False) as live:
 
-    def __init__(self, console: Console, below: int) -> None:
-        self._console, self._below = console, below
-        self._live = Live(console=console, auto_refresh=False)
+        def show(status: RunStatus) -> None:
+            height = console.size.height - (below if status.state in _ENDS else 1)
+            live.update(fitted(status, console, height), refresh=True)
 
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def update(self, status: RunStatus) -> None:
-        ended = status.state in _ENDS
-        height = self._console.size.height - (self._below if ended else 1)
-        self._live.update(fitted(status, self._console, height), refresh=True)
+        yield show
 
 
 class NotebookPanel:
@@ -112,7 +95,7 @@ class NotebookPanel:
         self._output = import_module("IPython.display").display({}, raw=True, display_id=True)
         self._drawn = ""
 
-    def update(self, status: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         options = {"width": _NOTEBOOK_COLUMNS, "color_system": "standard", "force_jupyter": False}
         console = Console(
             file=io.StringIO(), record=True, **options
@@ -137,10 +120,10 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
     console = Console(stderr=True)
     if console.is_jupyter:
         notebook = NotebookPanel()
-        yield lambda: notebook.update(read())
+        yield lambda: notebook.show(read())
     elif console.is_terminal:
-        with LivePanel(console, below=2) as panel:
-            yield lambda: panel.update(read())
+        with live_panel(console, below=2) as show:
+            yield lambda: show(read())
     else:
         yield None
 
@@ -199,15 +182,7 @@ class PlainLines:
         self._no_room = False  # as of the newest status
         self._waits: set[str] = set()  # what the slowest waited for before the first round, as printed
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self, status: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         said: list[tuple[int, str]] = []
         for replica in status.replicas:
             if replica.attempt > self._attempts.get(replica.replica_id, 1):

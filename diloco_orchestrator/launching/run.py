@@ -30,7 +30,7 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.terminal import drawn_live
-from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
+from diloco_orchestrator.launching.prepare import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp

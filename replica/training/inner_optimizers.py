@@ -147,7 +147,9 @@ class InnerOptimizers:
         """After the first step: warn of an optimizer without state; raise `ConfigError` for one that is not savable."""
         for each in self.all:
             state = each.state_dict()
-            check_packable(_of_this_rank(state), f"the state of the optimizer {type(each).__name__}")
+            of_parameters = state.get("state")
+            tree = {**state, "state": _of_this_rank(of_parameters)} if isinstance(of_parameters, dict) else state
+            check_packable(tree, f"the state of the optimizer {type(each).__name__}")
             if not state.get("state") and not _is_plain_sgd(each):
                 log.warning(
                     "the optimizer %s has no state after its first step, so that none is saved. If it keeps moments "

@@ -81,8 +81,9 @@ class Island:
         self._stateful = stateful
         self._heldout = heldout
         self._held: list[dict[str, torch.Tensor]] = []  # local values put aside by `hold`, innermost last
-        persistent = attached.module.state_dict().keys()
-        self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
+        persistent = {plain_name(name) for name in attached.module.state_dict()}
+        named = ((plain_name(name), each) for name, each in attached.module.named_buffers())
+        self._buffers = {name: each for name, each in named if name in persistent}
         self._check_same_model()
         # Ranks with one batch, as of tensor parallelism, are a group: the scores, tokens and items of its first count.
         groups = ranks.everyone(ranks_on_one_batch(attached.module, ranks.rank))

@@ -39,11 +39,11 @@ def test_screen_status_and_explain_name_a_disk_that_nobody_can_write_to(small_di
     reader, out = RunReader(open_store(url)), StringIO()
     lines = PlainLines(Console(file=out, width=300))
     assert explain(reader.status()).todo == ["Nothing has to be done."]
-    lines.update(reader.status())
+    lines.show(reader.status())
     assert out.getvalue() == ""
     harm(small_disk)
     for _ in range(2):
-        lines.update(reader.status())
+        lines.show(reader.status())
     assert out.getvalue().count("nobody can write: ") == 1 and cause in out.getvalue()
     for panel in (overview(reader.status(), 5), fitted(reader.status(), Console(file=StringIO(), width=300), 24)):
         shown = Console(file=(drawn := StringIO()), width=300)
