@@ -204,7 +204,10 @@ def test_a_manifest_of_which_a_commit_would_repeat_too_much_makes_no_commit_too_
     fleet = Fleet(replicas=3, quorum=2, timing=BY_HAND)
     clock = ManualClock()
     one, two, three = (fleet.join(i, clock=clock) for i in (0, 1, 2))
-    play([one, two, three], [1.0] * 3)
+    for each in (one, two, three):
+        answer(each, 1.0)
+    for each in (one, two, three):
+        each.close()
     said = answer(three, 1.0)
     long = said.model_copy(update=change(said)).to_bytes()
     assert len(long) < most_bytes(keys.contribution(2, 2))
