@@ -6,6 +6,7 @@ Ctrl-C.
 """
 
 import importlib
+import io
 import re
 import sys
 from typing import NoReturn
@@ -148,6 +149,9 @@ def main() -> None:
     from diloco_orchestrator.errors import ConfigError, DilocoError, more_about
     from diloco_orchestrator.executors.contract import ExecutorError
 
+    for stream in (sys.stdout, sys.stderr):  # where the locale is not UTF-8, what it lacks is written by number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = diloco.main(standalone_mode=False)
     except click.ClickException as error:

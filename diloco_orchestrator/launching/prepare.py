@@ -107,7 +107,7 @@ def prepare_launch(
     if config.track is not None:
         library_of(config.track)
     if executor.shares_machine:
-        check_importable(name)
+        check_importable(name, config.args)
     if store.startswith("memory://"):
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
@@ -118,7 +118,7 @@ def prepare_launch(
     more = code.requirements if isinstance(code, CodeBundle) else ()
     required = read_requirements(requirements)
     hashes = pinned(pin, required, executor.shares_machine, extras_for(url), more, secrets, config.env)
-    archive = archive_for(executor, code, name, url, hashes.requirements)
+    archive = archive_for(executor, code, name, url, hashes.requirements, config.args)
     archive = None if archive is None else replace(archive, note=hashes.note)
     run = Run(
         **stamp,

@@ -47,12 +47,13 @@ def archive_for(
     entrypoint: str,
     url: str,
     requirements: Requirements | None = None,
+    args: Collection[str] = (),
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
     For replicas elsewhere without `code`, the package or module of `entrypoint` ("module:function") is packed. `url`,
-    the run's folder, decides which extras of our package replicas install. Raises `ConfigError` for code that cannot be
-    packed, or requirements that this machine lacks if replicas share it.
+    the run's folder, decides which extras of our package replicas install; `args`: names of the run's arguments. Raises
+    `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
     """
     if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
         raise ConfigError(
@@ -60,7 +61,7 @@ def archive_for(
         )
     if executor.shares_machine and code is None:
         return None
-    return pack(code, entrypoint, extras_for(url), requirements)
+    return pack(code, entrypoint, extras_for(url), requirements, args)
 
 
 def extras_for(url: str) -> list[str]:
