@@ -80,8 +80,8 @@ class EKSExecutor(KubernetesExecutor):
             listed = now
         elif self._pod.spot and listed is not None:
             listed = replace(listed, source=f"{listed.source}: the spot price cannot be read, and is lower")
-        machines = request.machines(self._pod.ranks_per_machine)
-        share = request.ranks / EC2_GPUS.get(kind, request.ranks) if self._pod.gpu else machines
+        machines, gpus = request.machines(self._pod.ranks_per_machine), EC2_GPUS.get(kind)
+        share = request.ranks / gpus if self._pod.gpu and gpus else machines  # all of a machine whose GPUs nobody knows
         return None if listed is None else Price(listed.hourly_usd * share, listed.source, listed_tflops(kind))
 
     def _spot_price(self, kind: str) -> Price | None:

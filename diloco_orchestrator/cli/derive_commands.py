@@ -58,6 +58,10 @@ def verify(
 
     Without torch the log, the guard and all digests are checked, averages and bases are not: exit 1 if nothing differs.
     """
+    if witnessed_by and not witness:
+        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
+    if items and not score:
+        raise click.UsageError("--items goes with --score.")
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import verify as verified
     from diloco_orchestrator.protocol import keys
@@ -67,6 +71,7 @@ def verify(
 
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
+<<<<<<< HEAD
     if witnessed_by and not witness:
         raise click.UsageError("--witnessed-by goes with --witness PLACE.")
     done = verified(
@@ -81,6 +86,10 @@ def verify(
         witness=witness,
         witnessed_by=witnessed_by,
     )
+=======
+    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
+    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
+>>>>>>> main
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
@@ -226,6 +235,8 @@ def whatif(
     The contributions are the stored ones. After that round itself the base is, bit by bit, that of a run which decided
     so; after later rounds it is not, because its replicas would have trained from the other base.
     """
+    if (items and not score) or (build and not score):
+        raise click.UsageError("--build and --items go with --score.")
     run_log = reader_of(url).log  # before what is slow to import
     from diloco_orchestrator.inspection.whatif import whatif_of
 

@@ -109,8 +109,9 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
             executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
             options.setdefault(bytes.fromhex(executor).decode(), {})[option] = value
     if not specs:
-        if options:
-            raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
+        if options or usd_per_hour is not None:
+            what = "options of an executor are" if options else f"--usd-per-hour {usd_per_hour:g} is"
+            raise ConfigError(f"{what} given, but no --executor. Name it, or leave them out.")
         return None, None
     with as_config_errors():
         return make_fleet(specs, options, usd_per_hour)

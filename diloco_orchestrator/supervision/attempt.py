@@ -415,11 +415,17 @@ def _cancel_search_later(state: Cancelling, event: SearchFailed, now: float, pol
     return Step(replace(state, search_at=now + policy.retry_denied_s), (), search_words(event))
 
 
-@on(Cancelling, (LaunchDenied, LaunchUnavailable, LaunchFailed), to=Ended)
+@on(Cancelling, (LaunchDenied, LaunchFailed), to=Ended)
 def _cancel_unlaunched(
-    state: Cancelling, event: LaunchDenied | LaunchUnavailable | LaunchFailed, now: float, policy: AttemptPolicy
+    state: Cancelling, event: LaunchDenied | LaunchFailed, now: float, policy: AttemptPolicy
 ) -> Step:
     return end_step(state, Outcome.ERROR, state.why, now)
+
+
+@on(Cancelling, LaunchUnavailable)
+def _cancel_unanswered(state: Cancelling, event: LaunchUnavailable, now: float, policy: AttemptPolicy) -> Step:
+    """Search for the process: the provider may have started it, and its reply was lost."""
+    return Step(replace(state, search_at=now))
 
 
 @on(Cancelling, HandleSeen, to=(Cancelling, Ended))
@@ -448,10 +454,15 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """Repeat the refused cancel at the next `Tick` event; if the status is unknown, end the attempt instead."""
-    if state.blind:
+    """Repeat the refused cancel after a pause; if the status is unknown too, end the attempt after `cancelled_for_s`.
+
+    A provider that is away for a minute knows the process again after that; one on another host is never cancelled
+    from here.
+    """
+    if state.blind and now - state.cancelled_at > policy.cancelled_for_s:
         return end_step(state, Outcome.ERROR, state.why, now)
-    return Step(state, (), f"it could not be cancelled: {event.error}")
+    call_at = now + policy.retry_cancel_s
+    return Step(replace(state, call_at=call_at), (), f"it could not be cancelled: {event.error}")
 
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))

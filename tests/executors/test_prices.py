@@ -124,6 +124,13 @@ def test_on_demand_is_the_tables_and_a_replica_pays_for_its_share(no_aws: None):
     assert price_of(EKSExecutor(instance_type="x9.nano", spot=False), REQUEST) is None
 
 
+def test_a_replica_pays_for_all_machines_of_a_kind_that_no_table_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eks_jobs, "newest_spot_price", lambda *_: Price(40.0, "EC2's spot price in us-east-1"))
+    executor = EKSExecutor("c", instance_type="p9.48xlarge", region="us-east-1", gpu=1, ranks_per_machine=8)
+    prices = [price_of(executor, replace(REQUEST, ranks=ranks)) for ranks in (1, 8, 16)]
+    assert [price and price.hourly_usd for price in prices] == [40.0, 40.0, 80.0]
+
+
 def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, monkeypatch: pytest.MonkeyPatch):
     away = price_of(EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c"), REQUEST)
     assert away is not None and away.hourly_usd == 1.006 and "spot price cannot be read" in away.source
