@@ -71,9 +71,6 @@ def verify(
 
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-<<<<<<< HEAD
-    if witnessed_by and not witness:
-        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
     done = verified(
         url,
         load=load,
@@ -86,10 +83,6 @@ def verify(
         witness=witness,
         witnessed_by=witnessed_by,
     )
-=======
-    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
-    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
->>>>>>> main
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
