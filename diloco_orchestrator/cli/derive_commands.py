@@ -63,25 +63,29 @@ def verify(
     if items and not score:
         raise click.UsageError("--items goes with --score.")
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import verify_run
-    from diloco_orchestrator.inspection.witness import heads_seen
+    from diloco_orchestrator.inspection.verify import verify as verified
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
 
-    if load or build or score:
-        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
-    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
-    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
+    done = verified(
+        url,
+        load=load,
+        build=named_object("build", build),
+        score=named_object("score", score),
+        heldout_items=named_object("items", items),
+        tolerance=tolerance,
+        expect=expect or None,
+        signed_by=signed_by,
+        witness=witness,
+        witnessed_by=witnessed_by,
+    )
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
-    if (load or build or score) and done.agrees:
-        check_loading(store, done, **named, tolerance=tolerance)
     if as_json:
         echo(json.dumps(done.to_json()))
     else:

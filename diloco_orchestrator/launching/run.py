@@ -21,6 +21,7 @@ from diloco_orchestrator.errors import (
     RunFolderTaken,
     RunNotFinished,
     StoreError,
+    as_config_errors,
 )
 from diloco_orchestrator.executors.contract import ServerlessExecutor
 from diloco_orchestrator.executors.local_process import replicas_in
@@ -463,10 +464,8 @@ def attach(
     """
     check_track(track)
     clock = clock or SystemClock()
-    try:
+    with as_config_errors():
         given = None if executor is None else executor_of(executor)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
     check_signed_by(reader.run, store.url, signed_by)
