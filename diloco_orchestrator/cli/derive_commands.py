@@ -58,28 +58,34 @@ def verify(
 
     Without torch the log, the guard and all digests are checked, averages and bases are not: exit 1 if nothing differs.
     """
+    if witnessed_by and not witness:
+        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
+    if items and not score:
+        raise click.UsageError("--items goes with --score.")
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import verify_run
-    from diloco_orchestrator.inspection.witness import heads_seen
+    from diloco_orchestrator.inspection.verify import verify as verified
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
 
-    if load or build or score:
-        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
-    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-    if witnessed_by and not witness:
-        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
-    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
-    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
+    done = verified(
+        url,
+        load=load,
+        build=named_object("build", build),
+        score=named_object("score", score),
+        heldout_items=named_object("items", items),
+        tolerance=tolerance,
+        expect=expect or None,
+        signed_by=signed_by,
+        witness=witness,
+        witnessed_by=witnessed_by,
+    )
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
-    if (load or build or score) and done.agrees:
-        check_loading(store, done, **named, tolerance=tolerance)
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
@@ -222,6 +228,8 @@ def whatif(
     The contributions are the stored ones. After that round itself the base is, bit by bit, that of a run which decided
     so; after later rounds it is not, because its replicas would have trained from the other base.
     """
+    if (items and not score) or (build and not score):
+        raise click.UsageError("--build and --items go with --score.")
     run_log = reader_of(url).log  # before what is slow to import
     from diloco_orchestrator.inspection.whatif import whatif_of
 

@@ -5,6 +5,7 @@ halted (`demo --hack`: 0 when the guard halted it, as it should), 4 `verify` or 
 Ctrl-C.
 """
 
+import errno
 import importlib
 import io
 import re
@@ -169,6 +170,12 @@ def main() -> None:
         echo(f"Error: this command computes, and needs {error.name}, which is not installed here: {_INSTALL}", err=True)
         code = EXIT_USAGE
     except BrokenPipeError:
+        code = EXIT_FAILED
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:  # no file that the user named, nor a full screen
+            raise
+        where = "the output" if error.filename is None else error.filename
+        echo(f"Error: {where}: {error.strerror}. Name another place, or make it one that can be written.", err=True)
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -13,7 +13,7 @@ from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.explain import why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
-from diloco_orchestrator.inspection.terminal import Console, display_for, log_to
+from diloco_orchestrator.inspection.terminal import Console, display_for, lasting, log_to
 from diloco_orchestrator.launching.run import Run, RunResult
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.base import Store
@@ -37,7 +37,7 @@ def follow(
     console = Console(stderr=as_json)
     log_to(console)
     run = start()
-    say(console, f"run folder: {run.url}")
+    lasting(lambda words: say(console, words))(f"run folder: {run.url}")
     try:
         _watch(run, console, on_status, below=8 if summarise is None else 15)
     except CollapseStopError:
@@ -76,7 +76,8 @@ def watch_until_stopped(store: Store, *, as_json: bool) -> int:
 
 
 def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None, below: int) -> None:
-    with display_for(console, below=below, supervises=True) as show:
+    with display_for(console, below=below, supervises=True) as display:
+        show = lasting(display)
 
         def on_poll() -> None:
             status = run.status(as_seen=True)

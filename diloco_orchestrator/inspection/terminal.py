@@ -7,9 +7,9 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -27,6 +27,10 @@ from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic
 from diloco_orchestrator.redaction import shown
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 _SHOWN_UNREADABLE = 3
 
@@ -43,6 +47,31 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             # Control segments are rich's own, such as those that redraw a live table.
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """Raise the `BrokenPipeError` that is being handled: rich itself would end the process."""
+        raise
+
+
+def lasting(draw: Callable[[T], None]) -> Callable[[T], None]:
+    """A function that calls `draw` until that raises `OSError`, which is logged, and nothing from then on.
+
+    A pipe that nobody reads any more, or a full disk below the output, must not end a process that supervises a run:
+    its replicas would go on, and cost money without a limit.
+    """
+    broken = False
+
+    def drawn(what: T) -> None:
+        nonlocal broken
+        if broken:
+            return
+        try:
+            draw(what)
+        except OSError as error:
+            broken = True
+            log.warning("nothing is shown here any more, and supervision goes on: %s", error)
+
+    return drawn
 
 
 Show = Callable[[RunStatus], None]  # shows the newest status of a run
@@ -78,13 +107,18 @@ def live_panel(console: Console, below: int) -> Iterator[Show]:
 
     The last drawing stays on the screen. `below`: lines that will be printed under it, the prompt included.
     """
-    with Live(console=console, auto_refresh=False) as live:
+    live = Live(console=console, auto_refresh=False)
 
-        def show(status: RunStatus) -> None:
-            height = console.size.height - (below if status.state in _ENDS else 1)
-            live.update(fitted(status, console, height), refresh=True)
+    def show(status: RunStatus) -> None:
+        height = console.size.height - (below if status.state in _ENDS else 1)
+        live.update(fitted(status, console, height), refresh=True)
 
+    live.start()
+    try:
         yield show
+    finally:
+        with suppress(OSError):  # of a screen that is gone
+            live.stop()
 
 
 class NotebookPanel:
@@ -123,7 +157,8 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
         yield lambda: notebook.show(read())
     elif console.is_terminal:
         with live_panel(console, below=2) as show:
-            yield lambda: show(read())
+            draw = lasting(show)
+            yield lambda: draw(read())
     else:
         yield None
 

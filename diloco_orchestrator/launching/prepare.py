@@ -10,7 +10,7 @@ from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, folder_of
 from diloco_orchestrator.code_archive.pinning import Pin, check_pinned, pinned
 from diloco_orchestrator.code_archive.requirements import read_requirements
 from diloco_orchestrator.config import RunConfig, RunSettings, make_config
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, as_config_errors
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
     ServerlessExecutor,
@@ -102,10 +102,8 @@ def prepare_launch(
     name = entrypoint if isinstance(entrypoint, str) else entrypoint_of(entrypoint)
     config = make_config({"entrypoint": name, "heldout_items": list(heldout_items), **settings})
     _check_heldout(config, len(heldout_items))
-    try:
+    with as_config_errors():
         executor = executor_of("local" if executor is None else executor)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if config.track is not None:
         library_of(config.track)
     if executor.shares_machine:

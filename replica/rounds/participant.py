@@ -148,7 +148,7 @@ class Participant:
         check_start(found.record, own, attempt)
         requests = ReuploadRequests(attempt)
         tip = HeldTip(attempt, requests.rebuild(first=first), tuple(map(tuple, own.fragments)))
-        if not tip.position.round and not own.values.are_those_of(tip.base):
+        if not tip.position.round and not own.has_values_of(tip.base):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return cls(attempt, tip, requests, own.files)
 

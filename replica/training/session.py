@@ -283,9 +283,12 @@ class TrainingSession:
     def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
         """The contribution of a closed round and whether the base was rebuilt with other bits.
 
-        Raises `ConfigError` if replicas that share batches draw them in different orders.
+        Raises `ConfigError` if replicas that share batches mostly draw them in another order. What strangers say of
+        their data does not count.
         """
-        self._position.compare_order(self._attempt.replica_id, closed.received)
+        invited = self._attempt.config.invited
+        others = [manifest for manifest in closed.received if manifest.replica_id not in invited]
+        self._position.compare_order(self._attempt.replica_id, others)
         return closed.contribution, closed.healed
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:

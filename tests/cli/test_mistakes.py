@@ -71,6 +71,7 @@ MISTAKES = {  # by what was done: the command, and a part of the answer that say
         "Use s3://, gs://, az:// or a folder",
     ),
     "a limit without a price": ((*RUN, "--max-cost-usd", "5"), "hourly_usd=… (--hourly-usd), or use max_hours"),
+    "a limit of places without places": (("attach", "runs/none", "--usd-per-hour", "5"), "but no --executor"),
     "an odd number of parameters": (("plan", *RUN[1:], "--parameters", "10X"), "write a number such as 124M or 1.5B"),
     "settings that are not there": ((*RUN, "--config", "nope.toml"), "cannot read settings from nope.toml"),
     "a misspelt command": (("statu", "runs/a"), "did you mean 'status'?"),
