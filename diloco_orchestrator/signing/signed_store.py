@@ -89,9 +89,11 @@ class _Rules:
         """The name under which the object at `key` is stored; None if this process holds no key to make it."""
         if (private := self.private_name_key(key)) is None:
             return None
-        if (key, take) not in self.names:
-            self._remember(key, take, stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take))))
-        return self.names[key, take]
+        name = self.names.get((key, take))
+        if name is None:
+            name = stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take)))
+            self._remember(key, take, name)
+        return name
 
     def is_name(self, found: StoredName) -> bool:
         """Whether a stored object's name carries a valid signature by the run's keys."""
@@ -107,6 +109,7 @@ class _Rules:
         return is_right
 
     def _remember(self, key: str, take: int, name: str) -> None:
+        """Keep a name, unless another thread forgets all names: whoever needs it now must have it from elsewhere."""
         if len(self.names) >= _MOST_NAMES:
             self.names.clear()
         self.names[key, take] = name
@@ -168,11 +171,12 @@ class _Rules:
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
         who = certificate.who if isinstance(certificate, Certificate) else None
         of = who, certificate.key, certificate.signature, operator.epoch, operator.key, operator.signature
-        if of not in self.certified:
+        found = self.certified.get(of)
+        if found is None:
             if len(self.certified) >= _MOST_NAMES:
                 self.certified.clear()
-            self.certified[of] = is_certified(certificate, self.signed_by, self.run_sha256)
-        return self.certified[of]
+            found = self.certified[of] = is_certified(certificate, self.signed_by, self.run_sha256)
+        return found
 
     def note(self, name: str, why: str) -> None:
         """Record that the object `name` is ignored in this signed run. `why`: the reason."""
@@ -353,14 +357,16 @@ class SignedStore(Store):
         """
         if (ours := rules.name_of(key, take)) is not None:
             return ours
-        if (key, take) not in rules.names:
-            for info in self.beneath.list(f"{key}/"):
-                found = parse_stored(info.key)
-                if found is None or found.key != key or not rules.is_name(found):
-                    rules.note(info.key, _FOREIGN)
-        if (key, take) not in rules.names:
+        known = rules.names.get((key, take))
+        for info in self.beneath.list(f"{key}/") if known is None else ():
+            found = parse_stored(info.key)
+            if found is None or found.key != key or not rules.is_name(found):
+                rules.note(info.key, _FOREIGN)
+            elif found.take == take:
+                known = info.key
+        if known is None:
             raise ObjectMissing(f"{key} does not exist in {self.url}.")
-        return rules.names[key, take]
+        return known
 
     def stored_names(self, key: str) -> list[str]:
         """The names in the bucket under which the object at `key` is sought here, the first one first.

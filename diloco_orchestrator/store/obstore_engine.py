@@ -85,7 +85,7 @@ _BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
     (r"os error 30\b", StoreFull, "The file system is read-only: see why (dmesg), and mount it for writing again."),
-    (r"os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
+    (r"os error 13\b|Permission denied", StoreDenied, "Check what this user may do there."),
     # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
     (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
     # The last source of credentials is the service of the machine itself, which only a cloud's machines have.

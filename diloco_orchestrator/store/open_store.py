@@ -178,8 +178,10 @@ def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
     The former are such as "s3:/b", "s3//b" and "file://runs/a", or have "#", "?", ".." or an empty part; the latter
-    have no create-only writes.
+    have no create-only writes. Also for bytes that are no text, which obstore ends this process for.
     """
+    if url != url.encode(errors="replace").decode():
+        raise ConfigError(f"{url!a} is no UTF-8. Rename that folder, or, if others show its name, set LC_ALL=C.UTF-8.")
     if (scheme := _SCHEME.match(url)) is None:
         if (found := _NEARLY_A_SCHEME.match(url)) is not None:
             meant = (found[1] or "s3").lower()

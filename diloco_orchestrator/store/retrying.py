@@ -220,6 +220,6 @@ class RetryingStore(Store):
 def _is_ours(store: Store, key: str, data: bytes) -> bool:
     """Whether the existing object has the bytes `data` of our create. Raises `StoreUnavailable` if it is gone."""
     try:
-        return store.get(key) == data
+        return store.get(key, 0, len(data) + 1) == data  # somebody else's may be as large as it likes
     except ObjectMissing as error:  # deleted meanwhile: try the create again
         raise StoreUnavailable(str(error)) from error

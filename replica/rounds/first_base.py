@@ -317,7 +317,7 @@ class _FirstSnapshot:
         link = functools.cache(functools.partial(_link_of, attempt))
         self.path = path_of(attempt.config, numels, link)
         shard_numel = shard_numel_of(attempt.config, self.path, numels, link)
-        self.base = own.values.first_base(attempt.config.outer, own.fragments, shard_numel)
+        self.base = own.first_base(attempt.config.outer, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
         self._attempt, self._owners = attempt, attempt.owners

@@ -1,5 +1,7 @@
 """Which addresses and options a store takes, and what it says of those that it does not take."""
 
+import os
+
 import pytest
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError, StoreUnavailable
@@ -33,6 +35,15 @@ def test_what_has_no_create_is_refused_in_one_sentence(scheme):
 def test_an_escape_that_stores_read_in_different_ways_is_refused(scheme):
     with pytest.raises(ConfigError, match=r"holds an escape.* Write the path: /tmp/a b"):
         open_store(f"{scheme}:///tmp/a%20b")
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_a_store_sees_it(tmp_path, monkeypatch):
+    (folder := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(folder)
+    for url in ("runs/a", str(folder / "a")):
+        with pytest.raises(ConfigError, match=r"caf\\udce9.* is no UTF-8. Rename that folder"):
+            open_store(absolute_url(url))
+    absolute_url("runs/café")
 
 
 @pytest.mark.parametrize("url", ["S3://b/x", "FSSPEC+S3://b/x", "GS://b/x", "AZ://b/x"])

@@ -77,6 +77,23 @@ def test_a_create_whose_reply_was_lost_is_ours_when_it_reads_back():
     assert store.get("key") == b"with a write id"
 
 
+def test_of_an_object_that_may_be_ours_no_more_is_read_than_ours_has():
+    """Somebody else's may be as large as it likes: gigabytes went into memory."""
+
+    class Reads(FaultyStore):
+        largest = 0
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            data = super().get(key, start, end)
+            self.largest = max(self.largest, len(data))
+            return data
+
+    store = Reads()
+    store.put("key", b"ours" + bytes(2**20))
+    assert not retrying(store).create("key", b"ours")
+    assert store.largest == 5
+
+
 def test_a_create_lost_to_somebody_else_meanwhile_is_not_ours():
     store = FaultyStore(*hiccups(1))
     MemoryStore.create(store, "key", b"theirs")

@@ -41,7 +41,8 @@ class ModelWriter:
         `RecordInvalid` if the buffers cannot be read.
         """
         has_some = self.start.buffers is not None and round_ > 0
-        buffers = buffers_of(self._log.store, round_, averaged) if has_some else {}
+        invited = self._log.run.config.invited
+        buffers = buffers_of(self._log.store, round_, averaged, invited) if has_some else {}
         return files_of(base, self._first.with_buffers(buffers))
 
 
