@@ -101,7 +101,7 @@ class Outcomes:
 class Vendor:
     """An executor that has a price, and is launched by the world below."""
 
-    shares_machine = True
+    shares_machine, free_until_taken = True, False
 
     def __init__(self, site: Site, world: "World") -> None:
         self.name, self._site, self._world = site.name, site, world

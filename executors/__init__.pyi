@@ -4,15 +4,12 @@ from diloco_orchestrator.executors.answers import Failure as Failure
 from diloco_orchestrator.executors.command_line import CommandLine as CommandLine
 from diloco_orchestrator.executors.constructor_options import plain_options as plain_options
 from diloco_orchestrator.executors.contract import CollectTimeout as CollectTimeout
-from diloco_orchestrator.executors.contract import Composite as Composite
 from diloco_orchestrator.executors.contract import ExecutorDenied as ExecutorDenied
 from diloco_orchestrator.executors.contract import ExecutorError as ExecutorError
 from diloco_orchestrator.executors.contract import LaunchError as LaunchError
 from diloco_orchestrator.executors.contract import LaunchRequest as LaunchRequest
 from diloco_orchestrator.executors.contract import MissingSdk as MissingSdk
 from diloco_orchestrator.executors.contract import NoCapacity as NoCapacity
-from diloco_orchestrator.executors.contract import PricesMachines as PricesMachines
-from diloco_orchestrator.executors.contract import Recreatable as Recreatable
 from diloco_orchestrator.executors.contract import ReplicaFailed as ReplicaFailed
 from diloco_orchestrator.executors.contract import ReplicaHandle as ReplicaHandle
 from diloco_orchestrator.executors.contract import ReplicaResult as ReplicaResult

@@ -4,10 +4,11 @@ Independent of providers and of a run's bucket. An executor reports only what it
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from diloco_orchestrator.executors.error_sections import Documented
 from diloco_orchestrator.executors.prices import Price
@@ -201,11 +202,16 @@ class ReplicaStatus:
     """The provider's report on an attempt: state, reason, exit code, the provider's own words, and its image."""
 
     state: ReplicaState
-    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, auth, deadline, lost, user
+    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, start, auth, deadline, lost, user
     exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""
     image: str = ""  # with its digest, of a running attempt, where the provider says it without a further call
+
+    @property
+    def has_machine(self) -> bool:
+        """Whether the attempt has a machine, which costs money: it runs, or the machine cannot start it."""
+        return self.state is ReplicaState.RUNNING or self.reason in ("image", "start")
 
 
 @dataclass(frozen=True)
@@ -218,30 +224,43 @@ class ReplicaResult:
     error: str = ""
 
 
-class ServerlessExecutor(Protocol):
+@dataclass(frozen=True)
+class Identity:
+    """The means by which replicas get credentials for a bucket other than their request's env and secrets."""
+
+    variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
+    source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does
+    needs: str = ""  # name of the variable without which `source` gives no credentials; empty: it needs none
+    advice: str = ""  # how this executor gives its replicas an identity, as the end of a sentence; empty: it cannot
+
+
+class ServerlessExecutor(ABC):
     """Launches processes on some machines. Any process that has a handle may call any method with it.
 
-    Methods raise `ExecutorDenied` for credentials that the provider refuses, `ExecutorError` for other failures.
+    Methods raise `ExecutorDenied` for credentials that the provider refuses, `ExecutorError` for other failures. A
+    subclass writes the abstract methods (`RemoteExecutor` has most of them), and overrides of the others what its
+    provider can offer.
     """
 
     name: str
     shares_machine: bool  # replicas see this machine's disk and modules, so that no code has to travel
 
+    @abstractmethod
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         """The request that `launch` would send, as JSON, secrets redacted. Sends nothing.
 
         Raises ValueError for invalid options or requests.
         """
-        ...
 
+    @abstractmethod
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         """Start one attempt, or adopt it if it exists: no process, and no number of calls, starts it a second time.
 
         May block until the provider finds a machine; raises `NoCapacity` if there is none. Several threads may call at
         once. A caller that dies halfway leaves at most an attempt that `find` and the next `launch` see.
         """
-        ...
 
+    @abstractmethod
     def launch_replicas(
         self,
         n_replicas: int,
@@ -258,20 +277,20 @@ class ServerlessExecutor(Protocol):
         `run_id`: by default a new one. `code`: a small folder with the entrypoint's package. Raises `LaunchError`,
         which holds the other handles, if only some could be launched.
         """
-        ...
 
+    @abstractmethod
     def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
         """The attempt's status, by one cheap call that never blocks. A transient error gives UNKNOWN, never FAILED.
 
         An attempt that the provider no longer knows is CANCELLED if this object cancelled it, else PREEMPTED with
         reason "lost".
         """
-        ...
 
+    @abstractmethod
     def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """The status of each attempt, in the order of `handles`, by as few calls as the provider allows."""
-        ...
 
+    @abstractmethod
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None, check: bool = True
     ) -> list[ReplicaResult]:
@@ -280,152 +299,73 @@ class ServerlessExecutor(Protocol):
         `timeout`: seconds. Raises `ReplicaFailed` if one did not succeed, unless `check=False`; `CollectTimeout` after
         `timeout` seconds, cancelling nothing.
         """
-        ...
 
+    @abstractmethod
     def cancel(self, handle: ReplicaHandle) -> None:
         """Ask the provider to end the attempt; returns before it has ended. Safe to repeat, and after its end."""
-        ...
 
+    @abstractmethod
     def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
         """Lines of the attempt's output, during it and after. `follow`: until its end; `tail`: the last ones only."""
-        ...
 
+    @abstractmethod
     def find(self, run_id: str) -> list[ReplicaHandle]:
         """The handles of a run's attempts, found by the provider's own names or labels; ended ones may be missing."""
-        ...
 
     def close(self) -> None:
-        """Release connections and threads of this object. Never ends a replica."""
-        ...
+        """Release connections and threads of this object. Never ends a replica. Default: does nothing."""
+        return
 
+    # -- what an executor may offer beside that ------------------------------------------------------------------
 
-# -- what an executor may offer beside the contract -------------------------------------------------------------------
-
-
-@runtime_checkable
-class PricesMachines(Protocol):
-    """An executor that reports prices of its machines."""
-
-    def hourly_usd(self, request: LaunchRequest) -> float | None:
-        """US dollars an hour for the machine of this request, or None if its price is not known."""
-        ...
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The means by which replicas get credentials for a bucket other than their request's env and secrets."""
-
-    variables: frozenset[str] = frozenset()  # names of environment variables that the executor itself sets
-    source: str = ""  # what else may give credentials, such as "service account 'trainer'"; empty: nothing does
-    needs: str = ""  # name of the variable without which `source` gives no credentials; empty: it needs none
-    advice: str = ""  # how this executor gives its replicas an identity, as the end of a sentence; empty: it cannot
-
-
-@runtime_checkable
-class IdentifiesReplicas(Protocol):
-    """An executor that reports which credentials its replicas have of their own."""
-
-    def identity(self) -> Identity:
-        """The identity of every replica that this executor launches."""
-        ...
-
-
-@runtime_checkable
-class Recreatable(Protocol):
-    """An executor that another process can make again from `run.json`, from its registered name and its options."""
-
-    options: Mapping[str, Any] | None
-    """The constructor's arguments as JSON without credentials (see `plain_options`), or None if JSON cannot hold them.
-    A subclass with another constructor sets its own.
-    """
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """An executor that consists of several other executors, each of which launches some attempts."""
-
-    def part(self, attempt: LaunchRequest | ReplicaHandle) -> ServerlessExecutor:
-        """The executor that launches, or has launched, this attempt. Raises ValueError if none of them does."""
-        ...
-
-    def has(self, handle: ReplicaHandle) -> bool:
-        """Whether one of these executors launched the attempt with this handle, so that it can be polled."""
-        ...
-
-
-@runtime_checkable
-class ExplainsPrices(Protocol):
-    """An executor that reports a machine's price together with its source."""
+    # The constructor's arguments as JSON without credentials (see `plain_options`), by which another process makes the
+    # executor again from `run.json`; None if JSON cannot hold them. `withheld`: names of arguments that are not there.
+    options: Mapping[str, Any] | None = None
+    withheld: Sequence[str] = ()
+    ranks_per_machine: int | None = None  # at the most; None: all ranks of a replica are on one machine
+    free_until_taken: bool = False  # a launch costs nothing until somebody's machine takes the attempt (`diloco join`)
+    offers_keys: bool = False  # whether such a machine gets the keys of an attempt, as a signed run needs
 
     def price(self, request: LaunchRequest) -> Price | None:
-        """The price of the machine of this request and its source, or None if it is not known."""
-        ...
+        """The price of the machine of this request and its source. Default: None, it is not known."""
+        return None
 
-
-@runtime_checkable
-class ChecksMachines(Protocol):
-    """An executor whose provider lists its kinds of machines."""
+    def identity(self) -> Identity | None:
+        """The identity of every replica that this executor launches. Default: None, nothing is known of it."""
+        return None
 
     def check_machine(self) -> None:
-        """Raise ValueError if the provider has no machine of the configured type; the text names the nearest type."""
-        ...
+        """Raise ValueError if the provider has no machine of the configured type; the text names the nearest type.
 
-
-@runtime_checkable
-class UsesRunStore(Protocol):
-    """An executor that reaches its machines through the run's own folder in the bucket."""
+        Default: never.
+        """
+        return
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
-        """Use the folder of the run at `url`, opened with `storage_options`. Called before any other method."""
-        ...
+        """Reach machines through the run's folder at `url`, opened with `storage_options`. Called before other methods.
 
-
-@runtime_checkable
-class OffersToMachines(Protocol):
-    """An executor whose launch costs nothing until somebody's machine takes the attempt (`diloco join`)."""
-
-    free_until_taken: Literal[True]
-    offers_keys: bool  # whether machines get the keys of an attempt, as a signed run needs
-
-
-def give_store(executor: ServerlessExecutor, url: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Pass the run's folder to an executor that uses it; does nothing for any other one."""
-    if isinstance(executor, UsesRunStore):
-        executor.use_store(url, storage_options or {})
-
-
-@runtime_checkable
-class KeepsRecords(Protocol):
-    """An executor that leaves records of its attempts where other processes find them, such as in the run's folder."""
+        Default: does nothing.
+        """
+        return
 
     def forget(self, run_id: str) -> None:
-        """Delete all records that the executor keeps of the run's attempts. Safe to call twice; call it once they have
-        ended.
+        """Delete all records of the run's attempts that the executor keeps where other processes find them.
 
-        A running attempt is ended by it, and its machine writes nothing more. Raises `ExecutorError`.
+        Safe to call twice; call it once they have ended: a running attempt is ended by it, and its machine writes
+        nothing more. Raises `ExecutorError`. Default: does nothing.
         """
-        ...
+        return
 
+    def part(self, attempt: LaunchRequest | ReplicaHandle) -> "ServerlessExecutor":
+        """The executor that launches, or has launched, this attempt. Default: this one.
 
-def forget_run(executor: ServerlessExecutor, run_id: str) -> None:
-    """Delete the executor's records of a run's attempts, if it keeps any."""
-    if isinstance(executor, KeepsRecords):
-        executor.forget(run_id)
+        Of several executors as one, such as a mixed fleet, it is one of these. Raises ValueError if it is none of them.
+        """
+        return self
 
-
-def part_of(executor: ServerlessExecutor, request: LaunchRequest) -> ServerlessExecutor:
-    """The executor that launches this attempt: a part of a `Composite`, such as a mixed fleet; else `executor`."""
-    return executor.part(request) if isinstance(executor, Composite) else executor
-
-
-def machines_of(executor: ServerlessExecutor, request: LaunchRequest) -> int:
-    """The number of machines that the executor starts for this attempt, each with as many of its ranks."""
-    return request.machines(getattr(part_of(executor, request), "ranks_per_machine", None))
-
-
-def launched_by(executor: ServerlessExecutor, handle: ReplicaHandle) -> bool:
-    """Whether `executor`, or a part of it, launched the attempt with this handle, so that it can be polled."""
-    return executor.has(handle) if isinstance(executor, Composite) else executor.name == handle.executor
+    def has(self, handle: ReplicaHandle) -> bool:
+        """Whether this executor, or one of its parts, launched the attempt with this handle, so that it can poll it."""
+        return self.name == handle.executor
 
 
 def in_order(handles: Iterable[ReplicaHandle]) -> list[ReplicaHandle]:
@@ -447,9 +387,5 @@ def price_of(executor: ServerlessExecutor, request: LaunchRequest) -> Price | No
 
     A reported price that is no number of dollars, 0 or more, counts as none.
     """
-    if isinstance(executor, ExplainsPrices):
-        found = executor.price(request)
-    else:
-        usd = executor.hourly_usd(request) if isinstance(executor, PricesMachines) else None
-        found = None if usd is None else Price(usd, f"executor {executor.name}")
+    found = executor.price(request)
     return found if found is not None and 0 <= found.hourly_usd < math.inf else None

@@ -8,15 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_orchestrator.executors.contract import (
-    ChecksMachines,
     ExecutorDenied,
     LaunchRequest,
     ReplicaHandle,
     ReplicaState,
     ReplicaStatus,
     ServerlessExecutor,
-    forget_run,
-    give_store,
     in_order,
     price_of,
 )
@@ -53,7 +50,7 @@ class SeveralExecutors(RemoteExecutor):
 
     def use_store(self, url: str, storage_options: Mapping[str, Any]) -> None:
         for executor in self._executors:
-            give_store(executor, url, storage_options)
+            executor.use_store(url, storage_options)
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         return self.part(request).plan(request)
@@ -91,15 +88,14 @@ class SeveralExecutors(RemoteExecutor):
 
     def forget(self, run_id: str) -> None:
         for executor in self._executors:
-            forget_run(executor, run_id)
+            executor.forget(run_id)
 
     def price(self, request: LaunchRequest) -> Price | None:
         return price_of(self.part(request), request)
 
     def check_machine(self) -> None:
         for executor in self._executors:
-            if isinstance(executor, ChecksMachines):
-                executor.check_machine()
+            executor.check_machine()
 
     def close(self) -> None:
         for executor in self._executors:

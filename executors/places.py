@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
-    OffersToMachines,
     ReplicaHandle,
     ServerlessExecutor,
     price_of,
@@ -73,12 +72,12 @@ class Places(SeveralExecutors):
         0 for machines that join (`diloco join`) unless a price was given.
         """
         part = self.part(request)
-        free = Price(0.0, "machines that join") if isinstance(part, OffersToMachines) else None
+        free = Price(0.0, "machines that join") if part.free_until_taken else None
         return price_of(part, request) or free
 
     def offers(self, place: str) -> bool:
         """Whether a launch at `place` costs nothing until somebody's machine takes the attempt (`diloco join`)."""
-        return isinstance(self.places[place], OffersToMachines)
+        return self.places[place].free_until_taken
 
     def _ours(self, handle: ReplicaHandle, executor: ServerlessExecutor) -> ReplicaHandle:
         place = next(name for name, each in self.places.items() if each is executor)

@@ -6,10 +6,10 @@ Makes executors from a command line's options or a record's. The options of a co
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from diloco_orchestrator.executors.constructor_options import Option, check_arguments, options_of
-from diloco_orchestrator.executors.contract import ExecutorError, Recreatable, ServerlessExecutor
+from diloco_orchestrator.executors.contract import ExecutorError, ServerlessExecutor
 from diloco_orchestrator.executors.mixed import MixedExecutor
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.places import Places
@@ -47,7 +47,7 @@ def executor_class(name: str) -> type:
         module, _, symbol = OURS[name].partition(":")
         ours: type = getattr(importlib.import_module(module), symbol)
         return ours
-    if not isinstance(found, type) or not all(hasattr(found, each) for each in ("launch", "poll", "shares_machine")):
+    if not isinstance(found, type) or not issubclass(found, ServerlessExecutor):
         raise ValueError(f"{where} is no executor class. The package has to register a `ServerlessExecutor`.")
     if getattr(found, "name", None) != name:
         raise ValueError(
@@ -87,14 +87,14 @@ def executor_of(given: object) -> ServerlessExecutor:
                 f"executor={given!r}: {error} A name stands for an executor without options; with options pass an "
                 "object, such as ModalExecutor(gpu='H100')."
             ) from None
-    if isinstance(given, type) or not (hasattr(given, "launch") and hasattr(given, "poll")):
+    if not isinstance(given, ServerlessExecutor):
         what = given.__name__ if isinstance(given, type) else type(given).__name__
         example = f"{what}()" if isinstance(given, type) else "ModalExecutor(gpu='H100')"
         raise ValueError(
             f"executor={what} is no executor: pass an object, such as executor={example}, or the name of one: "
             f"{', '.join(executor_names())}."
         )
-    return cast(ServerlessExecutor, given)
+    return given
 
 
 def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
@@ -112,8 +112,7 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     if isinstance(executor, MixedExecutor):
         shares = [{"executor": spec_of(each), "replicas": count} for each, count in executor.shares]
         return None if any(share["executor"] is None for share in shares) else {"shares": shares}
-    withheld = getattr(executor, "withheld", ())
-    if not isinstance(executor, Recreatable) or (executor.options is None and not withheld):
+    if executor.options is None and not executor.withheld:
         return None
     try:
         registered = executor_class(executor.name)
@@ -122,7 +121,7 @@ def spec_of(executor: ServerlessExecutor) -> dict[str, Any] | None:
     if type(executor) is not registered:
         return None
     if executor.options is None:
-        return {"name": executor.name, "withheld": list(withheld)}
+        return {"name": executor.name, "withheld": list(executor.withheld)}
     return {"name": executor.name, "options": dict(executor.options)}
 
 

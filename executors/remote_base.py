@@ -34,6 +34,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaResult,
     ReplicaState,
     ReplicaStatus,
+    ServerlessExecutor,
     Unavailable,
 )
 from diloco_orchestrator.executors.names import check_entrypoint, hint
@@ -59,7 +60,7 @@ _TAIL_LINES = 30
 _COLLECT_S = (0.02, 1.0)  # first and longest pause while collecting
 
 
-class RemoteExecutor:
+class RemoteExecutor(ServerlessExecutor):
     """Base class of executors: gives `launch_replicas`, `poll`, `collect`, `price` and `close`.
 
     A subclass has a `name` and the six methods below; docs/recipes/write_an_executor.md shows one. A replica's
@@ -71,9 +72,7 @@ class RemoteExecutor:
         clock: Time, for tests.
     """
 
-    name: str
     shares_machine = False
-    ranks_per_machine: int | None = None  # at the most; None: all ranks of a replica are on one machine
 
     def __init__(self, *, hourly_usd: float | str | None = None, clock: Clock | None = None) -> None:
         self._given_usd = usd_by_ranks(hourly_usd)
@@ -81,26 +80,11 @@ class RemoteExecutor:
         self._cancelled: set[str] = set()  # native ids, because a cancelled attempt that is gone looks like a lost one
 
     @abstractmethod
-    def plan(self, request: LaunchRequest) -> Mapping[str, Any]: ...
-
-    @abstractmethod
-    def launch(self, request: LaunchRequest) -> ReplicaHandle: ...
-
-    @abstractmethod
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         """The status of each attempt, in the order of `handles`, of which there is at least one.
 
         May raise `ExecutorError`: `poll` and `poll_many` turn transient ones into UNKNOWN.
         """
-
-    @abstractmethod
-    def cancel(self, handle: ReplicaHandle) -> None: ...
-
-    @abstractmethod
-    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]: ...
-
-    @abstractmethod
-    def find(self, run_id: str) -> list[ReplicaHandle]: ...
 
     def launch_replicas(
         self,
@@ -142,10 +126,6 @@ class RemoteExecutor:
             return self._listed_price(request)
         usd = self._given_usd.get(request.ranks, self._given_usd.get(ANY_RANKS))
         return None if usd is None else Price(usd, "given as hourly_usd")
-
-    def hourly_usd(self, request: LaunchRequest) -> float | None:
-        found = self.price(request)
-        return None if found is None else found.hourly_usd
 
     def _listed_price(self, request: LaunchRequest) -> Price | None:
         """The price in the provider's list of one replica's machine, with a GPU for each rank; None if not known."""
@@ -233,9 +213,6 @@ class RemoteExecutor:
             return ReplicaResult(handle, status, value=fields.get("value"))
         error = fields.get("traceback") or fields.get("error") or "\n".join(lines)
         return ReplicaResult(handle, status, error=str(error))
-
-    def close(self) -> None:
-        """Does nothing, because no connection is kept open. Replicas run on."""
 
 
 # -- functions in n processes -----------------------------------------------------------------------------------------

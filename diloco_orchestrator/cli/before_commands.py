@@ -36,7 +36,6 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
 
     from diloco_orchestrator.cli.executor_options import secrets_of, take_fleet
     from diloco_orchestrator.clock import SystemClock
-    from diloco_orchestrator.executors.contract import give_store
     from diloco_orchestrator.inspection.doctor import examine, examine_executor
     from diloco_orchestrator.inspection.terminal import Console, finding_lines
     from diloco_orchestrator.launching.trial_replica import examine_over_there
@@ -45,10 +44,12 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     console, found, clock = Console(soft_wrap=True), [], SystemClock()
     executor, _ = take_fleet(given, default=None)
     secrets, where = secrets_of(given.pop("secret_names")), absolute_url(url) if url else None
+    if (secrets or env) and (executor is None or where is None):
+        raise click.UsageError("--secret and --env are of the process over there: name --executor and URL too.")
     checks = [examine(where, clock)]
     if executor is not None:
         if where:
-            give_store(executor, where, None)
+            executor.use_store(where, {})
         checks.append(examine_executor(executor, clock))
         if where:
             checks.append(examine_over_there(executor, where, clock, env=texts("--env", env), secrets=secrets))

@@ -129,6 +129,8 @@ def plan_(
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launching.plan import plan_launch
 
+    if compare and given["executors"]:
+        raise click.UsageError("--compare names each place with its options: leave out --executor.")
     entrypoint = importable(entrypoint)
     count = None if parameters is None else number(parameters)
     if compare:

@@ -18,7 +18,6 @@ from diloco_orchestrator.executors.contract import (
     ReplicaHandle,
     ReplicaState,
     ServerlessExecutor,
-    forget_run,
 )
 from diloco_orchestrator.executors.machine import machine_memory
 from diloco_orchestrator.protocol import keys
@@ -215,7 +214,7 @@ def remove_attempts(executor: ServerlessExecutor, run_ids: Sequence[str], clock:
             for handle in running:
                 executor.cancel(handle)
             _wait_for_ends(executor, running, clock)
-            forget_run(executor, run_id)
+            executor.forget(run_id)
         except ExecutorError as error:
             why = str(error)
     return why
@@ -237,7 +236,9 @@ def _answers(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding
 
 
 def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
-    (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=run_id)
+    # It waits for nothing, and ends by itself where nobody is left to cancel it: somebody may have killed `doctor`.
+    pause = "multiprocessing.connection:wait"
+    (handle,) = executor.launch_replicas(1, pause, {"object_list": [], "timeout": _PATIENCE_S}, run_id=run_id)
     deadline = clock.now() + _PATIENCE_S
     while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
         clock.sleep(_POLL_S)

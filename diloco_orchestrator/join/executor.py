@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from shlex import quote
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import SystemClock, random_token
@@ -86,7 +86,7 @@ class JoinExecutor(RemoteExecutor):
     """
 
     name = "join"
-    free_until_taken: Literal[True] = True
+    free_until_taken = True
 
     def __init__(
         self,

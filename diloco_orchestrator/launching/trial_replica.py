@@ -18,13 +18,11 @@ from diloco_orchestrator.executors.contract import (
     LaunchRequest,
     ReplicaState,
     ServerlessExecutor,
-    give_store,
-    part_of,
 )
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
-from diloco_orchestrator.launching.plan import images_by_tag, images_words
+from diloco_orchestrator.launching.prepare import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
 from diloco_orchestrator.store.base import Store
@@ -53,10 +51,10 @@ def examine_over_there(
     replica would fail with.
     """
     token = random_token()
-    launching = part_of(executor, LaunchRequest(f"doctor-{token}", 0, 1, []))
+    launching = executor.part(LaunchRequest(f"doctor-{token}", 0, 1, []))
     who = f"{launching.name} over there"
     key = f"{keys.DOCTOR}{token}/code.zip"
-    give_store(executor, url, None)
+    executor.use_store(url, {})
     try:
         request = _request(launching, url, token, env or {}, secrets or {})
         check_route(url, {}, request, executor)
@@ -102,7 +100,7 @@ def _request(
 
 
 def _wants_gpu(executor: ServerlessExecutor) -> bool:
-    options = getattr(executor, "options", None) or {}
+    options = executor.options or {}
     return bool(options.get("gpu") or options.get("gpu_types"))
 
 

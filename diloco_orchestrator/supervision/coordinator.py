@@ -14,13 +14,7 @@ from typing import Any
 from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.executors.contract import (
-    ExecutorDenied,
-    LaunchRequest,
-    OffersToMachines,
-    ServerlessExecutor,
-    part_of,
-)
+from diloco_orchestrator.executors.contract import ExecutorDenied, LaunchRequest, ServerlessExecutor
 from diloco_orchestrator.executors.places import Places
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import rounds
@@ -93,8 +87,8 @@ class Coordinator:
         self._policy = AttemptPolicy.of(self._config)
         self._scales = self._config.max_replicas is not None
         ids = range(self._config.most_replicas) if self._scales and not isinstance(means.executor, Places) else ()
-        parts = {each: part_of(means.executor, LaunchRequest(run_log.run.run_id, each, 1, [])) for each in ids}
-        self._offered = [each for each, part in parts.items() if isinstance(part, OffersToMachines)]
+        parts = {each: means.executor.part(LaunchRequest(run_log.run.run_id, each, 1, [])) for each in ids}
+        self._offered = [each for each, part in parts.items() if part.free_until_taken]
         self._requests = means.requests(run_log, run_log.launched(begin.record), self._config)
         self._vendor = Vendor(self._executor, self._requests, background or NoBackground(), clock, self._policy)
         self._fleet = Fleet(

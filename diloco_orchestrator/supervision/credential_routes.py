@@ -9,11 +9,9 @@ from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.executors.contract import (
-    IdentifiesReplicas,
     Identity,
     LaunchRequest,
     ServerlessExecutor,
-    part_of,
 )
 
 # Sets of variables with which a store's SDK finds credentials, by scheme. One whole set is enough.
@@ -60,10 +58,10 @@ def check_route(
         executor: of the run; of a mixed one the part that launches this replica.
     """
     scheme = _SCHEMES.get(url.removeprefix("fsspec+").partition("://")[0].lower()) if "://" in url else None
-    launching = part_of(executor, request)
+    launching = executor.part(request)
     if scheme is None or launching.shares_machine:
         return
-    known = launching.identity() if isinstance(launching, IdentifiesReplicas) else None
+    known = launching.identity()
     variables = {*request.env, *request.secrets, *(known.variables if known else ())}
     if scheme in ("s3", "hf"):
         _check_profile(storage_options, variables)

@@ -15,14 +15,11 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, as_config_errors
 from diloco_orchestrator.executors.contract import (
-    ChecksMachines,
     LaunchRequest,
-    OffersToMachines,
     ServerlessExecutor,
     hourly_usd,
-    part_of,
     price_of,
 )
 from diloco_orchestrator.executors.places import Places
@@ -50,12 +47,13 @@ def archive_for(
     entrypoint: str,
     url: str,
     requirements: Requirements | None = None,
+    args: Collection[str] = (),
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
     For replicas elsewhere without `code`, the package or module of `entrypoint` ("module:function") is packed. `url`,
-    the run's folder, decides which extras of our package replicas install. Raises `ConfigError` for code that cannot be
-    packed, or requirements that this machine lacks if replicas share it.
+    the run's folder, decides which extras of our package replicas install; `args`: names of the run's arguments. Raises
+    `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
     """
     if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
         raise ConfigError(
@@ -63,7 +61,7 @@ def archive_for(
         )
     if executor.shares_machine and code is None:
         return None
-    return pack(code, entrypoint, extras_for(url), requirements)
+    return pack(code, entrypoint, extras_for(url), requirements, args)
 
 
 def extras_for(url: str) -> list[str]:
@@ -122,16 +120,13 @@ class LaunchRequests:
         prices are known if dollars are limited.
         """
         config = self.run.config
-        try:
+        with as_config_errors():
             requests = at_each_place(
                 executor, [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
             )
             for request in requests:
                 executor.plan(request)
-            if isinstance(executor, ChecksMachines):
-                executor.check_machine()
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+            executor.check_machine()
         if self.operator is not None and offers_to_machines(executor, config, without_keys=True):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
@@ -155,7 +150,7 @@ class LaunchRequests:
             )
         requests = [LaunchRequest("run", each, 1, []) for each in invited]
         for request in at_each_place(executor, requests):
-            if not isinstance(part_of(executor, request), OffersToMachines):
+            if not executor.part(request).free_until_taken:
                 raise ConfigError(
                     f"replica {request.replica_id} is for a machine of a stranger (invited={invited}), and this "
                     "executor launches it itself. Give its place to machines that join: such as --executor "
@@ -242,8 +237,8 @@ def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_
     """
     ids = [each for each in range(config.most_replicas) if not (without_keys and each in config.invited)]
     requests = [LaunchRequest("run", each, 1, []) for each in ids]
-    parts = [part_of(executor, each) for each in at_each_place(executor, requests)]
-    return any(isinstance(each, OffersToMachines) and not (without_keys and each.offers_keys) for each in parts)
+    parts = [executor.part(each) for each in at_each_place(executor, requests)]
+    return any(each.free_until_taken and not (without_keys and each.offers_keys) for each in parts)
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:
@@ -271,10 +266,8 @@ def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
         for each in range(run.config.most_replicas)
     ]
     requests = at_each_place(executor, requests)
-    try:
+    with as_config_errors():
         used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if used:
         raise ConfigError(
             f"{run_log.store.url} gives digests for the images {', '.join(sorted(run.images))}, and {why}: whoever may "

@@ -134,8 +134,18 @@ def test_a_run_on_an_installed_executor_is_attached_to_by_its_address_alone(inst
 
 @pytest.mark.slow
 def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: Install, project: Path):
-    entries = {"absent": "no_such_module:X", "crash": "crashes:X", "number": "fine:X", "other": "fine:Other"}
-    fine = "X = 3\nclass Other:\n    name = 'another'\n    shares_machine = True\n    launch = poll = None\n"
+    entries = {
+        "absent": "no_such_module:X",
+        "crash": "crashes:X",
+        "number": "fine:X",
+        "other": "fine:Other",
+        "alike": "fine:Alike",
+    }
+    fine = (
+        "from executors import RemoteExecutor\n"
+        "X = 3\nclass Other(RemoteExecutor):\n    name = 'another'\n"
+        "class Alike:\n    name = 'alike'\n    shares_machine = True\n    launch = poll = None\n"
+    )
     site = install("broken-package", entries, crashes="raise RuntimeError('no licence')", fine=fine)
     run = ["plan", "my_train:train", "--store", "bucket"]
     assert diloco(*run, "--executor", "local", cwd=project, environ=path_of(site)).returncode == 0
@@ -144,6 +154,7 @@ def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: I
         ("crash", "does not load: RuntimeError: no licence"),
         ("number", "is no executor class"),
         ("other", "calls itself 'another'"),
+        ("alike", "is no executor class"),
     ):
         done = diloco(*run, "--executor", name, "--queue", "night", cwd=project, environ=path_of(site))
         assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr

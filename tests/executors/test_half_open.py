@@ -55,7 +55,7 @@ def test_no_call_to_hugging_face_waits_for_ever(url: str, monkeypatch: pytest.Mo
     executor = HFJobsExecutor("t4-small", endpoint=url, token="hf_x", namespace="ada")
     where = {"endpoint": url, "namespace": "ada", "job_id": "1"}
     check_that_every_call_ends(executor, ReplicaHandle("hf-jobs", "r", 0, 1, "1", where))
-    assert executor.hourly_usd(request_of("pass")) is not None  # from the table
+    assert executor.price(request_of("pass")) is not None  # from the table
 
 
 def test_a_launch_whose_post_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch):

@@ -161,8 +161,8 @@ def test_out_of_reach_of_the_service_prices_are_those_of_the_table():
     def away(hardware: str) -> HFJobsExecutor:
         return HFJobsExecutor(hardware, endpoint="http://127.0.0.1:9", token="hf_none")
 
-    assert (away("a100-large").hourly_usd(REQUEST), away("h200").hourly_usd(REQUEST)) == (2.50, 5.00)
-    assert away("cpu-basic").hourly_usd(REQUEST) == 0.01 and away("next-year").hourly_usd(REQUEST) is None
+    assert (away("a100-large").price(REQUEST).hourly_usd, away("h200").price(REQUEST).hourly_usd) == (2.50, 5.00)
+    assert away("cpu-basic").price(REQUEST).hourly_usd == 0.01 and away("next-year").price(REQUEST) is None
     away("no-such").check_machine()
 
 

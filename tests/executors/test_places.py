@@ -14,7 +14,7 @@ from executors import (
     ReplicaState,
     ReplicaStatus,
 )
-from executors.contract import LaunchRequest, hourly_usd, launched_by, price_of
+from executors.contract import LaunchRequest, hourly_usd, price_of
 from executors.prices import listed_tflops
 from executors.registry import make_fleet, recreate, spec_of
 
@@ -48,7 +48,7 @@ def test_an_attempt_is_launched_at_the_place_of_its_request_and_asked_for_by_the
     assert [status.native_state[-1] for status in places.poll_many(handles)] == ["2", "1"]
     assert [each.executor for each in places.places["far"].given] == ["local"]  # as that executor made it
     assert [each.executor for each in places.find("run")] == ["near", "far"]
-    assert launched_by(places, handles[0]) and not launched_by(places, ReplicaHandle("modal", "run", 0, 1, "n"))
+    assert places.has(handles[0]) and not places.has(ReplicaHandle("modal", "run", 0, 1, "n"))
     with pytest.raises(ValueError, match=r"'modal' is none of this run's places: near, far\."):
         places.poll(ReplicaHandle("modal", "run", 0, 1, "n"))
 

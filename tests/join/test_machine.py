@@ -29,7 +29,7 @@ from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorError, ReplicaState, ReplicaStatus, give_store
+from executors.contract import ExecutorError, ReplicaState, ReplicaStatus
 from executors.mixed import MixedExecutor
 
 SECRET = "a-secret-of-the-user-5612"
@@ -191,7 +191,7 @@ def test_gpus_of_a_machine_are_those_that_its_person_names(scene: Scene):
 
 def test_a_mixed_fleet_passes_the_runs_folder_on(scene: Scene):
     mixed = MixedExecutor([(JoinExecutor(), 1), (JoinExecutor(), 1)])
-    give_store(mixed, scene.url, {})
+    mixed.use_store(scene.url, {})
     handles = [mixed.launch(scene.request(replica_id=replica_id)) for replica_id in range(2)]
     assert [status.state for status in mixed.poll_many(handles)] == [ReplicaState.PENDING] * 2
     assert [handle.native["store"] for handle in handles] == [scene.url] * 2

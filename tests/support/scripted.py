@@ -16,12 +16,19 @@ from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.retrying import RetryingStore
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
-from executors.contract import ExecutorError, LaunchRequest, ReplicaHandle, ReplicaState, ReplicaStatus
+from executors.contract import (
+    ExecutorError,
+    LaunchRequest,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+    ServerlessExecutor,
+)
 
 STAMP = Stamp("test", lambda: 0.0)
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(ServerlessExecutor):
     """Says of every attempt what the test says; everything runs until then."""
 
     name = "scripted"

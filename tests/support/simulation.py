@@ -435,7 +435,7 @@ class Simulation:
         return [1.0 + 0.001 * float(item) for item in items]
 
 
-class SimExecutor:
+class SimExecutor(ServerlessExecutor):
     """Starts virtual processes. Knows what it launched, as a vendor does, whoever asks."""
 
     name = "simulated"
@@ -449,6 +449,15 @@ class SimExecutor:
         if any(begin <= now < end for begin, end in (*plan.vendor_down, *plan.no_network)):
             self._simulation.refused_calls += 1
             raise Unavailable("503 (simulated)")
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return {}
+
+    def launch_replicas(self, *args: Any, **options: Any) -> list[ReplicaHandle]:
+        raise NotImplementedError
+
+    def collect(self, *args: Any, **options: Any) -> list[Any]:
+        raise NotImplementedError
 
     def launch(self, request: LaunchRequest) -> ReplicaHandle:
         self._call()
