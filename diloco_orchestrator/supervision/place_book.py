@@ -37,6 +37,7 @@ from diloco_orchestrator.supervision.fleet_policy import (
     places_of_common_causes,
 )
 from diloco_orchestrator.supervision.launch_request import prices_of
+from diloco_orchestrator.supervision.place_answers import Answers
 from diloco_orchestrator.supervision.record_events import Who
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class PlaceBook:
         self._places = places
         self.limits = limits_of(config, places.usd_per_hour)
         self._ranks = config.ranks_of(0)
-        self._answers = {name: placing.Answers() for name in places.places}
+        self._answers = {name: Answers() for name in places.places}
         self._prices: Mapping[str, Price | None] = {}
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
@@ -240,7 +241,7 @@ def place_views(
     places: Places,
     prices: Mapping[str, Price | None],
     measured: Mapping[str, float],
-    answers: Mapping[str, placing.Answers] | None = None,
+    answers: Mapping[str, Answers] | None = None,
 ) -> list[placing.PlaceView]:
     """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
 
@@ -253,7 +254,7 @@ def place_views(
             price.hourly_usd if price else None,
             *known[name],
             offers=places.offers(name),
-            **asdict((answers or {}).get(name, placing.Answers())),
+            **asdict((answers or {}).get(name, Answers())),
         )
         for name, price in ((name, prices[name]) for name in places.places)
     ]

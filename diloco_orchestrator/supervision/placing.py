@@ -9,64 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+
+from diloco_orchestrator.supervision.place_answers import Answers
 
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
 MORE = 1.1  # times what a token has cost on average: a machine beyond `least` is launched up to there
 ROUNDS_BETWEEN_MOVES = 3
-START_S = 300.0  # from a launch until the replica trains, at a place where none has started yet
 HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has trained, and worth one try
 # How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
 _MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
 WORTH_S = 600.0  # of what is left of `max_cost_usd`; a machine that trains for less is not worth its start
-_REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
-_LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 _CENT = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """The answers of a place (executor) to one coordinator's launches so far: refusals, and machines that trained."""
-
-    rests_until: float = -math.inf  # nothing is opened there before
-    times: int = 0  # refusals in a row, those that came while it rested not counted
-    refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
-    refused_at: float = -math.inf  # the newest one
-    trained_at: float = -math.inf  # when a replica was last seen to train there
-    refusal: str = ""  # the provider's words
-    wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
-    start_s: float = START_S  # from a launch there until the replica trains, on average
-    starts: int = 0  # how many that is the average of
-    trained_s: float = 0.0  # of all replicas together
-    ends: int = 0  # of attempts that had trained there
-    without_s: float = 0.0  # how long it has refused altogether before it had machines again
-    returns: int = 0  # how often it had machines again
-
-    def refused(self, words: str, launched_at: float, now: float) -> Self:
-        """These answers and a refusal: an attempt launched at `launched_at` got no machine, or one that never trained.
-
-        `words`: the provider's.
-        """
-        since = now if self.refused_since is None else self.refused_since
-        found = replace(self, refused_since=since, refused_at=now, refusal=words)
-        if launched_at < self.refused_at:  # it was asked for before the refusal that is known
-            return found
-        first_s, longest_s = _REST_S
-        if wastes := now - launched_at > first_s:
-            first_s, longest_s = now - launched_at, _LONG_REST_S
-        rests_until = now + min(first_s * 2.0**self.times, longest_s)
-        return replace(found, times=self.times + 1, rests_until=rests_until, wastes=wastes)
-
-    def given(self, launched_at: float, start_s: float) -> Self:
-        """These answers and a machine: an attempt launched at `launched_at` trains, `start_s` after it got one."""
-        mean_s = (self.start_s * self.starts + start_s) / (self.starts + 1)
-        found = replace(self, start_s=mean_s, starts=self.starts + 1)
-        if self.refused_since is not None and self.trained_at < launched_at:  # nobody trained there any more
-            without_s = self.without_s + max(0.0, launched_at - max(self.refused_since, self.trained_at))
-            found = replace(found, without_s=without_s, returns=self.returns + 1)
-        if launched_at >= self.refused_at:
-            found = replace(found, times=0, refused_since=None, refusal="", wastes=False)
-        return found
 
 
 @dataclass(frozen=True)
@@ -308,7 +261,7 @@ def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
     """Decision to replace the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have
     paid for a start there, which the limits allow; else to wait.
 
-    Of more than `least` it leaves first, and of `least` its successor is launched first if there is money and a vacant
+    An attempt beyond `least` leaves first, and one of `least` after its successor trains, if there is money and a vacant
     id for both; without, it leaves at a round's end, alone. Not more at once than train there already, which may be all
     of its machines, unless the attempt is too dear to be kept in any case.
     """
