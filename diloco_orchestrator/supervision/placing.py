@@ -261,8 +261,8 @@ def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
     """Decision to replace the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have
     paid for a start there, which the limits allow; else to wait.
 
-    An attempt beyond `least` leaves first, and one of `least` after its successor trains, if there is money and a vacant
-    id for both; without, it leaves at a round's end, alone. Not more at once than train there already, which may be all
+    An attempt beyond `least` leaves first, and one of `least` after its successor trains, if there are money and an id
+    for both; without, it leaves at a round's end, alone. Not more at once than train there already, which may be all
     of its machines, unless the attempt is too dear to be kept in any case.
     """
     training = [each for each in view.counted if each.trains and view.is_comparable(each) and view.hourly_usd(each)]
