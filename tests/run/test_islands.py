@@ -149,8 +149,9 @@ def test_islands_of_any_sizes_train_what_single_processes_do(start, alone, model
     assert verify(str(bucket)).agrees
 
 
-def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path):
-    settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2}
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path, delay):
+    settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2, "fragment_sync_delay": delay}
     args = {"model": "fsdp", "bf16": True, "offload": True}
     run, bucket = start(args=args, **settings)
     run.wait()
