@@ -40,7 +40,7 @@ def test_replicas_leave_when_the_higher_price_has_cost_as_much_as_a_start_elsewh
     assert places_after(fleet, minutes)["a"] == at_a
 
 
-@pytest.mark.parametrize(("hours", "training"), [(3.9, 6), (4.1, 2), (44.0, 6)])
+@pytest.mark.parametrize(("hours", "training"), [(3.9, 6), (4.1, 2), (30.0, 6)])
 def test_a_price_that_rises_ends_machines_beyond_the_least_until_it_is_the_usual_one(fleet, hours, training):
     """The only place costs half more from hour 4 on: what has cost less counts for a day or so, and then no more."""
     minutes = round(hours * 60)
