@@ -92,7 +92,7 @@ class FakeGradient:
         return found
 
 
-class FolderWithHoles:
+class FolderWithHoles(Store):
     """A store in a folder, whose files take no disk space for zeros."""
 
     def __init__(self, folder: Path) -> None:

@@ -24,14 +24,6 @@ T = TypeVar("T")
 MOST_PARALLEL = 32
 
 
-class Periodic(Protocol):
-    """Handle of a repeated background call, by which it can be stopped."""
-
-    def stop(self) -> None:
-        """Stop the repeated calls, once a running one has ended. Safe to call twice, and from within the call."""
-        ...
-
-
 class Background(Protocol):
     """Interface: runs calls in threads beside the training loop, once or periodically."""
 
@@ -39,8 +31,12 @@ class Background(Protocol):
         """Call `call` once in the background; the future holds what it returns or raises."""
         ...
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        """Call `call` in the background, at once and after every `interval_s` seconds until stopped."""
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
+        """Call `call` in the background, at once and after every `interval_s` seconds.
+
+        Returns a function that stops this once a running call has ended. It may be called twice, and from within
+        `call`.
+        """
         ...
 
 
@@ -80,23 +76,6 @@ class Backoff:
             pause *= self.factor
 
 
-class _ThreadPeriodic:
-    def __init__(self, interval_s: float, call: Callable[[], None]) -> None:
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._loop, args=(interval_s, call), daemon=True)
-        self._thread.start()
-
-    def _loop(self, interval_s: float, call: Callable[[], None]) -> None:
-        call()
-        while not self._stopped.wait(interval_s):
-            call()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
 def _complete(future: "Future[T]", call: Callable[[], T]) -> None:
     """Set the result of `future` to what `call` returns, or its exception to what it raises."""
     try:
@@ -113,13 +92,23 @@ class ThreadBackground:
         threading.Thread(target=_complete, args=(future, call), daemon=True).start()
         return future
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
-        return _ThreadPeriodic(interval_s, call)
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
+        stopped = threading.Event()
 
+        def repeat() -> None:
+            call()
+            while not stopped.wait(interval_s):
+                call()
 
-class _NotRunning:
-    def stop(self) -> None:
-        pass
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            stopped.set()
+            if thread is not threading.current_thread():
+                thread.join()
+
+        return stop
 
 
 class NoBackground:
@@ -130,9 +119,9 @@ class NoBackground:
         _complete(future, call)
         return future
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
         call()
-        return _NotRunning()
+        return lambda: None
 
 
 def in_parallel(background: Background, calls: Sequence[Callable[[], T]], most: int = MOST_PARALLEL) -> list[T]:

@@ -5,7 +5,8 @@ Executors have a tree of their own (`executors.contract.ExecutorError`), and a g
 happened, to which object, and what the reader can do now.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from diloco_orchestrator.executors.error_sections import Documented as Documented
 from diloco_orchestrator.executors.error_sections import more_about as more_about
@@ -22,6 +23,15 @@ class DilocoError(Documented):
 
 class ConfigError(DilocoError, ValueError):
     """An invalid setting, option or argument. Raised before anything is started."""
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Context in which a `ValueError`, as executors raise for an invalid option, is raised as a `ConfigError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 class RunFolderTaken(DilocoError):

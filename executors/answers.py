@@ -4,6 +4,7 @@ Independent of any SDK: each adapter translates its own errors, through a table 
 text or HTTP statuses. Callers decide what is retried, and for how long.
 """
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -60,6 +61,19 @@ def retry_after_s(headers: Mapping[str, str] | None) -> float | None:
     except (ValueError, TypeError):  # TypeError: one of them names no time zone
         return None
     return max(0.0, later.total_seconds())
+
+
+# Errors of this machine that pass: no process, memory or file descriptor is left now, no room, a file server is away.
+_PASSING = frozenset(
+    {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+)
+
+
+def failure_here(what: str, error: OSError) -> ExecutorError:
+    """The error for a failure of this machine: `Unavailable` if the same call may succeed later. `what`: the action."""
+    if error.errno in _PASSING:
+        return Unavailable(f"{what}: this machine says {error}. It is short of something; try again.")
+    return ExecutorError(f"{what}: this machine says {error}.")
 
 
 # -- replies of another form ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from diloco_orchestrator.executors.answers import Failure, error_of
+from diloco_orchestrator.executors.answers import Failure, error_of, failure_here
 from diloco_orchestrator.executors.contract import MissingSdk, Unavailable
 
 PATIENCE_S = 60.0  # seconds without an answer after which a tool is ended
@@ -45,8 +45,8 @@ class CommandLine:
 
         `what`: the action, for errors; by default the command's first words. `given`: the tool's standard input.
         `secrets`: variables over the environment. Raises `MissingSdk` without the program, `Unavailable` if it does not
-        finish within a minute, else the error of the first of the `failures` given to the constructor that its message
-        has a part of, or `ExecutorError`.
+        finish within a minute or this machine cannot start it now, else the error of the first of the `failures` given
+        to the constructor that its message has a part of, or `ExecutorError`.
         """
         command = self._command(arguments)
         what = what or " ".join([*self._words[:1], arguments[0]])
@@ -63,6 +63,8 @@ class CommandLine:
             )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{what}: no answer for {PATIENCE_S:g} s. Try again.") from None
+        except OSError as error:  # a login node often has no process left
+            raise failure_here(what, error) from None
         said = done.stderr or done.stdout
         if done.returncode == 0 or any(part in said for part in known):
             return done.stdout

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from diloco_orchestrator.executors.names import hint, looks_secret
 
 _CREDENTIALS = ("token",)  # each process brings these itself, because command lines and records can be read by others
+_ENVIRONMENTS = ("env", "env_vars")  # of Hugging Face Jobs; of Ray's `runtime_env`
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -84,16 +85,13 @@ def _given(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_be_recorded(name: str, value: Any) -> bool:
-    if isinstance(value, Mapping) and (name == "secrets" or (name == "env" and any(map(looks_secret, value)))):
-        return False
-    return _is_json(value)
-
-
-def _is_json(value: Any) -> bool:
+    """Whether JSON can hold a value, and no secret is in it, at any depth. `name`: of the value."""
     if isinstance(value, Mapping):
-        return all(isinstance(name, str) and _is_json(each) for name, each in value.items())
+        if name == "secrets" or (name in _ENVIRONMENTS and any(map(looks_secret, map(str, value)))):
+            return False
+        return all(isinstance(inner, str) and _may_be_recorded(inner, each) for inner, each in value.items())
     if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
+        return all(_may_be_recorded(name, each) for each in value)
     return value is None or isinstance(value, str | int | float)
 
 

@@ -202,11 +202,16 @@ class ReplicaStatus:
     """The provider's report on an attempt: state, reason, exit code, the provider's own words, and its image."""
 
     state: ReplicaState
-    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, auth, deadline, lost, user
+    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, start, auth, deadline, lost, user
     exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""
     image: str = ""  # with its digest, of a running attempt, where the provider says it without a further call
+
+    @property
+    def has_machine(self) -> bool:
+        """Whether the attempt has a machine, which costs money: it runs, or the machine cannot start it."""
+        return self.state is ReplicaState.RUNNING or self.reason in ("image", "start")
 
 
 @dataclass(frozen=True)

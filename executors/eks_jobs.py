@@ -80,19 +80,23 @@ class EKSExecutor(KubernetesExecutor):
             listed = now
         elif self._pod.spot and listed is not None:
             listed = replace(listed, source=f"{listed.source}: the spot price cannot be read, and is lower")
-        machines = request.machines(self._pod.ranks_per_machine)
-        share = request.ranks / EC2_GPUS.get(kind, request.ranks) if self._pod.gpu else machines
+        machines, gpus = request.machines(self._pod.ranks_per_machine), EC2_GPUS.get(kind)
+        share = request.ranks / gpus if self._pod.gpu and gpus else machines  # all of a machine whose GPUs nobody knows
         return None if listed is None else Price(listed.hourly_usd * share, listed.source, listed_tflops(kind))
 
     def _spot_price(self, kind: str) -> Price | None:
-        """The highest spot price over the region's zones, cached for ten minutes; None if AWS reports none."""
+        """The highest spot price over the region's zones, asked for every ten minutes; None before AWS reports one.
+
+        Where AWS reports none any more, the last one counts.
+        """
         now = self._clock.now()
         if self._spot_read_at is None or now - self._spot_read_at > _SPOT_PRICE_S:
             self._spot_read_at = now
             try:
-                self._spot_usd = newest_spot_price(_session(self._region), kind, self._clock.wall_time())
+                found = newest_spot_price(_session(self._region), kind, self._clock.wall_time())
             except ExecutorError:
-                self._spot_usd = None
+                found = None
+            self._spot_usd = found or self._spot_usd
         return self._spot_usd
 
     def _login(self) -> "Configuration":

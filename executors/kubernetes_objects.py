@@ -399,7 +399,7 @@ def runs(pod: Mapping[str, Any] | None) -> bool:
 def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
     waiting = container_state(pod, "waiting")
     if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-        state, reason = _BY_WAITING.get(waiting["reason"], (ReplicaState.PENDING, ""))
+        state, reason = _BY_WAITING.get(waiting["reason"], (ReplicaState.PENDING, "start"))
         return ReplicaStatus(state, reason, None, waiting["reason"], waiting.get("message") or waiting["reason"])
     unscheduled = condition(pod, "PodScheduled", status="False")
     if unscheduled is not None:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
@@ -134,6 +135,11 @@ class RayExecutor(RemoteExecutor):
         found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
         if not found.startswith(("http://", "https://")):
             raise ValueError(f"address={found!r}: give that of Ray's dashboard, such as 'http://127.0.0.1:8265'.")
+        if "@" in urlsplit(found).netloc:
+            raise ValueError(
+                "address holds a name or a password, and run.json and errors show addresses. Leave them out, and give "
+                "the header that they stand for in RAY_JOB_HEADERS."
+            )
         self._api = RayApi(found)
         self._machine = _Machine(gpu, cpu, memory, words_of(resources))
         self._runtime_env = dict(runtime_env or {})

@@ -75,6 +75,9 @@ FAILURES = (
 )
 
 
+_OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")  # how variables that set options begin
+
+
 class SlurmCli:
     """Runs Slurm's tools, as this user, on the cluster of a slurm.conf.
 
@@ -130,10 +133,10 @@ class SlurmCli:
 def submit_environment(environ: Mapping[str, str], conf: str | None) -> dict[str, str]:
     """The environment for Slurm's tools: this process's, without variables that set options of the tools.
 
-    SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed. A site's options for all of
-    its users must be passed to the executor instead.
+    SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed, and with SCANCEL_STATE=PENDING
+    scancel would end nothing that runs. A site's options for all of its users must be passed to the executor instead.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith(("SBATCH_", "SQUEUE_", "SACCT_"))}
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OPTIONS)}
     return {**kept, "SLURM_TIME_FORMAT": "standard", **({"SLURM_CONF": conf} if conf else {})}
 
 

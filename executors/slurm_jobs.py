@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending
+from diloco_orchestrator.executors.attempt_folder import AttemptFolder, Ending, make_private
 from diloco_orchestrator.executors.clock import Clock
 from diloco_orchestrator.executors.constructor_options import plain_options, withheld
 from diloco_orchestrator.executors.contract import (
@@ -146,6 +146,8 @@ class SlurmExecutor(RemoteExecutor):
         kept, and its doubles are cancelled.
         """
         folder, name = self._folder(request), attempt_name(request)
+        for each in (self._directory, folder.path.parent.parent, folder.path.parent):
+            make_private(each)  # the job runs what the attempt's file of secrets says
         with folder.locked():
             if (existing := folder.handle()) is not None:
                 return existing

@@ -4,7 +4,7 @@ Training itself is in `replica.training.session`.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from diloco_orchestrator.replica.training.follower import Follower, signal_state
 from diloco_orchestrator.replica.training.guard_evidence import GuardEvidence
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, HeldOutScorer
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.island import Island, IslandValues, IslandView, RankedOptimizers
+from diloco_orchestrator.replica.training.island import Island, IslandModel, IslandView, RankedOptimizers
 from diloco_orchestrator.replica.training.kl_probe import KLProbe
 from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
@@ -199,14 +199,14 @@ class ReplicaContext:
             log.warning('no heldout function was given: the kill-switch is off (launch with guard="off" to mean it)')
         scores_strangers = scorer is not None and self._scores_strangers(len(items))
         evidence = GuardEvidence(scorer, DriftMeter(kl_probe) if kl_probe else None, compared, vault)
-        view = values = frozen = None
+        view = frozen = None
+        made: Callable[..., OwnModel] = OwnModel
         if shares:
-            view, values, frozen = partial(IslandView, island), IslandValues(island), island.make("frozen")
+            view, frozen = partial(IslandView, island), island.make("frozen")
+            made = partial(IslandModel, island=island)
         parts = attached.split(self._attempt.config, tokenizer, view, frozen)
-        rounds = Participant.join(
-            self._attempt,
-            OwnModel(attached.parameters, parts.names, parts.files, evidence.set, values, scores_strangers),
-        )
+        own = made(attached.parameters, parts.names, parts.files, evidence.set, scores_strangers)
+        rounds = Participant.join(self._attempt, own)
         training = TrainingSession(self._attempt, rounds, parts, optimizers, evidence, in_loop, saved, island)
         signal_state(self._ranks, True, 0, rounds.open.round, stopped=False, preempted=False)
         self.session = ReplicaSession(self._attempt, training, evidence)
@@ -443,4 +443,5 @@ class ReplicaSession:
         )
         if extra:
             self._training.metrics.add_extra(extra)
-        self._attempt.pulse.loss = loss if loss is not None else reward
+        shown = loss if loss is not None else reward
+        self._attempt.pulse.loss = None if shown is None else float(shown)  # a tensor would keep its step's graph

@@ -211,10 +211,10 @@ class EncodedShards:
 
 
 class EncodedAverage:
-    """An aggregate of contributions whose elements have been encoded in a codec and decoded again.
+    """An aggregate of contributions, shard by shard, with its elements encoded in a codec and decoded again.
 
-    They equal those of an averaged shard that another rank has encoded and sent. Ranges must begin at whole groups of
-    the codec, as those of `threads.ranges` do.
+    So it has the bits of an average that another replica has encoded and sent. Ranges must begin at a multiple of the
+    codec's group, the elements that share bytes.
     """
 
     def __init__(self, aggregate: Aggregate, codec: str) -> None:

@@ -53,8 +53,8 @@ class Owners:
     def make(self, task: Callable[..., T], *args: Any) -> T:
         """Call `task(*args)` in every rank, where the result stays; returns rank 0's own.
 
-        In the arguments of later calls that object stands for each rank's. Other ranks delete theirs once rank 0's is
-        deleted. Raises as `each` does.
+        Rank 0's object stands for each rank's own as an argument of later calls. Other ranks delete theirs once rank
+        0's is deleted. Raises the error of the lowest rank in which the task failed.
         """
         return task(*args)
 

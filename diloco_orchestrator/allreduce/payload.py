@@ -146,7 +146,7 @@ class _Publishing:
 
 def _create_same(store: Store, key: str, data: bytes) -> None:
     """Create an object, or accept one with equal bytes. Raises `RoundReused` if it exists with other bytes."""
-    if not store.create(key, data) and store.get(key) != data:
+    if not store.create(key, data) and store.get(key, 0, len(data) + 1) != data:
         raise RoundReused(
             f"{key} in {store.url} already holds another payload: this round id was used before with other numbers. "
             "Use a new folder, or the next round id."

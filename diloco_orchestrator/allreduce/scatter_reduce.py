@@ -235,7 +235,7 @@ def _written(store: Store, round_id: int, index: int, data: bytes) -> int | None
     """Write an average under the first of its keys that is free or has the same bytes; None if there is no such key."""
     for take in range(1, keys.MAX_TAKES + 1):
         key = keys.reduced_shard(round_id, index, take)
-        if store.create(key, data) or store.get(key) == data:
+        if store.create(key, data) or store.get(key, 0, len(data) + 1) == data:
             return take
     return None
 

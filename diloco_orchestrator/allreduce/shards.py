@@ -10,11 +10,11 @@ import os
 from contextlib import ExitStack
 from typing import IO
 
-from diloco_orchestrator.codecs.table import Encoded, Measure
+from diloco_orchestrator.codecs.table import Encoded, Measure, get_codec
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt
 from diloco_orchestrator.protocol.digests import BulkHasher, bulk_digest
 from diloco_orchestrator.protocol.records import Payload, Shard
-from diloco_orchestrator.store.base import Store, open_file
+from diloco_orchestrator.store.base import Store
 
 _SAME_NORM = 1e-3  # relative difference of two measurements of one norm, at the most: CPUs sum in other orders
 _READS = 2  # a bit flipped in transfer is right in the second read; a bit flipped in the store is wrong in both
@@ -38,9 +38,12 @@ def fetch(store: Store, key: str, payload: Payload, index: int, *, with_norm: bo
 
     Later code decodes them without another check. Raises as `fetch_shard` and `check_shard` do, and with `with_norm` as
     `check_norm` does. A replica checks the norm when it decides on a contribution; for committed ones the check is left
-    out, because every replica must average them, whatever norm its CPU computes.
+    out, because every replica must average them, whatever norm its CPU computes. A shard whose manifest declares more
+    bytes than its elements can have raises `PayloadCorrupt` without a request: the bytes would all be in memory.
     """
-    data, whose = fetch_shard(store, key, payload.shards[index]), f"{key} in {store.url}"
+    whose = f"{key} in {store.url}"
+    _check_size(payload, index, whose)
+    data = fetch_shard(store, key, payload.shards[index])
     measure = check_shard(data, payload, index, whose)
     if with_norm:
         check_norm(measure, payload, index, whose)
@@ -54,7 +57,7 @@ def open_verified(store: Store, key: str, payload: Payload, index: int) -> IO[by
     `PayloadGone` if the object does not exist, and as `check_shard` and `check_norm` do.
     """
     try:
-        file = open_file(store, key)
+        file = store.open_file(key)
     except ObjectMissing:
         raise PayloadGone(f"{key} in {store.url} is gone although a manifest names it.", key) from None
     if file is None:
@@ -103,6 +106,15 @@ def fetch_shard(store: Store, key: str, shard: Shard) -> bytes:
         f"manifest names {shard.size} bytes with {shard.digest[:12]}. They are not used.",
         key,
     )
+
+
+def _check_size(payload: Payload, index: int, whose: str) -> None:
+    declared, numel = payload.shards[index].size, min(payload.shard_numel, payload.numel - index * payload.shard_numel)
+    if declared > (most := get_codec(payload.codec).most_size(numel)):
+        raise PayloadCorrupt(
+            f"{whose} has {declared} bytes by its manifest; {numel} elements encoded as {payload.codec} have at most "
+            f"{most}. It is not read."
+        )
 
 
 def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: str) -> Measure:

@@ -44,6 +44,8 @@ def doctor(url: str | None, as_json: bool, env: tuple[str, ...], **given: Any) -
     console, found, clock = Console(soft_wrap=True), [], SystemClock()
     executor, _ = take_fleet(given, default=None)
     secrets, where = secrets_of(given.pop("secret_names")), absolute_url(url) if url else None
+    if (secrets or env) and (executor is None or where is None):
+        raise click.UsageError("--secret and --env are of the process over there: name --executor and URL too.")
     checks = [examine(where, clock)]
     if executor is not None:
         if where:

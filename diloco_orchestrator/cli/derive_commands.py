@@ -58,28 +58,34 @@ def verify(
 
     Without torch the log, the guard and all digests are checked, averages and bases are not: exit 1 if nothing differs.
     """
+    if witnessed_by and not witness:
+        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
+    if items and not score:
+        raise click.UsageError("--items goes with --score.")
     store = store_of(url)  # before what is slow to import
-    from diloco_orchestrator.inspection.verify import verify_run
-    from diloco_orchestrator.inspection.witness import heads_seen
+    from diloco_orchestrator.inspection.verify import verify as verified
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
     from diloco_orchestrator.run_log.run_log import RunLog
 
-    if load or build or score:
-        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
-    named = {name: named_object(name, text) for name, text in (("build", build), ("score", score), ("items", items))}
     noted = "" if expect else head_seen_here(store)
     expect = expect or noted
-    if witnessed_by and not witness:
-        raise click.UsageError("--witnessed-by goes with --witness PLACE.")
-    seen = heads_seen(store_of(witness), witnessed_by) if witness else ()
-    done = verify_run(store, expect=Head.parse(expect) if expect else None, signed_by=signed_by, noted=seen)
+    done = verified(
+        url,
+        load=load,
+        build=named_object("build", build),
+        score=named_object("score", score),
+        heldout_items=named_object("items", items),
+        tolerance=tolerance,
+        expect=expect or None,
+        signed_by=signed_by,
+        witness=witness,
+        witnessed_by=witnessed_by,
+    )
     readable = done.disagreement is not None and done.disagreement.key != keys.RUN
     if noted and readable and (why := why_not_launched_here(RunLog(store))):
         done.notes.append(f"the head {Head.parse(noted).short} is of a run that you launched here, and {why}")
-    if (load or build or score) and done.agrees:
-        check_loading(store, done, **named, tolerance=tolerance)
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
@@ -153,16 +159,8 @@ def audit(url: str, draw: int, seed: int | None, limit_s: float | None, trust_bu
     from diloco_orchestrator.inspection.audit import audit as audited
 
     sys.path.insert(0, str(Path.cwd()))
-    table = _AuditTable(silent=as_json)
-    done = audited(
-        url,
-        draw,
-        seed,
-        trust_bucket=trust_bucket,
-        limit_s=limit_s,
-        on_draw=table.begin,
-        on_range=table.row,
-    )
+    table: dict[str, Any] = {"on_draw": _print_head, "on_range": lambda found: echo(_row_of(found))}
+    done = audited(url, draw, seed, trust_bucket=trust_bucket, limit_s=limit_s, **({} if as_json else table))
     if as_json:
         echo(json.dumps(done.to_json()))
     else:
@@ -176,23 +174,10 @@ _COLUMNS = (("round", 7), ("replica", 9), ("steps", 7), ("state of", 10), ("s", 
 _TITLE = "payload"
 
 
-class _AuditTable:
-    """Prints the last commit audited and the seed, then a line for each finding. `silent`: prints nothing."""
-
-    def __init__(self, *, silent: bool = False) -> None:
-        self._silent = silent
-
-    def begin(self, drawn: "Audit") -> None:
-        """Print the last commit audited, the seed of the draw, and the number of rounds drawn."""
-        if self._silent:
-            return
-        echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
-        echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
-
-    def row(self, found: "RangeFinding") -> None:
-        """Print the finding about one replica's training in one round."""
-        if not self._silent:
-            echo(_row_of(found))
+def _print_head(drawn: "Audit") -> None:
+    """Print the last commit audited, the seed of the draw, and the number of rounds drawn."""
+    echo(f"log up to {drawn.head}, {drawn.ranges} ranges; the draw: --seed {drawn.seed}")
+    echo("".join(f"{name:<{width}}" for name, width in _COLUMNS) + _TITLE)
 
 
 def _row_of(found: "RangeFinding") -> str:
@@ -243,6 +228,8 @@ def whatif(
     The contributions are the stored ones. After that round itself the base is, bit by bit, that of a run which decided
     so; after later rounds it is not, because its replicas would have trained from the other base.
     """
+    if (items and not score) or (build and not score):
+        raise click.UsageError("--build and --items go with --score.")
     run_log = reader_of(url).log  # before what is slow to import
     from diloco_orchestrator.inspection.whatif import whatif_of
 

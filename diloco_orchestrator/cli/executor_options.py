@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, as_config_errors
 from diloco_orchestrator.executors.constructor_options import Option
 from diloco_orchestrator.executors.contract import ServerlessExecutor
 from diloco_orchestrator.executors.registry import constructor_options, executor_names, make_fleet
@@ -34,10 +34,8 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
     --eks-gpu 1`. Raises `ConfigError` for an executor that is unknown or does not load.
     """
     named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
-    try:
+    with as_config_errors():
         options = [(name, option) for name in named for option in constructor_options(name)]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     counts = Counter(option.name for _, option in options)
     found = [_click_option(name, option, prefixed=counts[option.name] > 1) for name, option in options]
     names = ", ".join(executor_names())
@@ -111,13 +109,12 @@ def take_fleet(values: dict[str, Any], default: str | None = "local") -> tuple[S
             executor, _, option = name.removeprefix(_PREFIX).partition(_JOIN)
             options.setdefault(bytes.fromhex(executor).decode(), {})[option] = value
     if not specs:
-        if options:
-            raise ConfigError("options of an executor are given, but no --executor. Name it, or leave them out.")
+        if options or usd_per_hour is not None:
+            what = "options of an executor are" if options else f"--usd-per-hour {usd_per_hour:g} is"
+            raise ConfigError(f"{what} given, but no --executor. Name it, or leave them out.")
         return None, None
-    try:
+    with as_config_errors():
         return make_fleet(specs, options, usd_per_hour)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def with_count(settings: Mapping[str, Any], count: int | None) -> dict[str, Any]:

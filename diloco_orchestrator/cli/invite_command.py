@@ -55,6 +55,8 @@ def invite(
     from diloco_orchestrator.store.open_store import options_elsewhere
     from diloco_orchestrator.store.signers import signer_of
 
+    if own_credentials and (role is not None or last is not None):
+        raise click.UsageError("--own-credentials mints none: leave --role and --credentials-last out.")
     lasts_s = _seconds_of("--expires", expires)
     last_s = lasts_s if last is None else _seconds_of("--credentials-last", last)
     log = reader_of(url).log

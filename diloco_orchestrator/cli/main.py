@@ -5,7 +5,9 @@ halted (`demo --hack`: 0 when the guard halted it, as it should), 4 `verify` or 
 Ctrl-C.
 """
 
+import errno
 import importlib
+import io
 import re
 import sys
 from typing import NoReturn
@@ -148,6 +150,9 @@ def main() -> None:
     from diloco_orchestrator.errors import ConfigError, DilocoError, more_about
     from diloco_orchestrator.executors.contract import ExecutorError
 
+    for stream in (sys.stdout, sys.stderr):  # where the locale is not UTF-8, what it lacks is written by number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = diloco.main(standalone_mode=False)
     except click.ClickException as error:
@@ -165,6 +170,12 @@ def main() -> None:
         echo(f"Error: this command computes, and needs {error.name}, which is not installed here: {_INSTALL}", err=True)
         code = EXIT_USAGE
     except BrokenPipeError:
+        code = EXIT_FAILED
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:  # no file that the user named, nor a full screen
+            raise
+        where = "the output" if error.filename is None else error.filename
+        echo(f"Error: {where}: {error.strerror}. Name another place, or make it one that can be written.", err=True)
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -13,7 +13,7 @@ from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.explain import why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
-from diloco_orchestrator.inspection.terminal import Console, display_for, log_to
+from diloco_orchestrator.inspection.terminal import Console, display_for, lasting, log_to
 from diloco_orchestrator.launching.run import Run, RunResult
 from diloco_orchestrator.run_log.seen_store import SeenStore
 from diloco_orchestrator.store.base import Store
@@ -37,7 +37,7 @@ def follow(
     console = Console(stderr=as_json)
     log_to(console)
     run = start()
-    say(console, f"run folder: {run.url}")
+    lasting(lambda words: say(console, words))(f"run folder: {run.url}")
     try:
         _watch(run, console, on_status, below=8 if summarise is None else 15)
     except CollapseStopError:
@@ -58,17 +58,17 @@ def watch_until_stopped(store: Store, *, as_json: bool) -> int:
     console, clock, said = Console(stderr=as_json), SystemClock(), False
     seen = SeenStore.of(store, clock)
     reader = RunReader(seen)
-    with display_for(console, below=3) as display:
+    with display_for(console, below=3) as show:
         while (status := reader.status()).state in ("starting", "running"):
             seen.follow(reader.log)
-            display.update(status)
+            show(status)
             still = why_still(status, clock.wall_time())
             if still and not said:
                 say(console, "\n".join([*still, f"To go on: diloco attach {quote(status.url)}"]))
             said = bool(still)
             clock.sleep(_POLL_S)
         seen.forget()
-        display.update(status := reader.status())
+        show(status := reader.status())
     say(console, f"{status.state}: {status.reason}")
     if as_json:
         click.echo(json.dumps(status.to_json()))
@@ -77,14 +77,15 @@ def watch_until_stopped(store: Store, *, as_json: bool) -> int:
 
 def _watch(run: Run, console: Console, on_status: Callable[[RunStatus], None] | None, below: int) -> None:
     with display_for(console, below=below, supervises=True) as display:
+        show = lasting(display)
 
-        def show() -> None:
+        def on_poll() -> None:
             status = run.status(as_seen=True)
-            display.update(status)
+            show(status)
             if on_status is not None:
                 on_status(status)
 
-        run.wait(on_poll=show)
+        run.wait(on_poll=on_poll)
 
 
 def _summarise(result: RunResult, console: Console) -> None:

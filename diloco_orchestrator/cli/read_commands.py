@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.inspection.report import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
+_NARROWEST = 76  # columns that the tables of `status` need; a terminal with fewer wraps their lines, and cuts nothing
+
 
 @click.command()
 @url_argument
@@ -54,9 +56,12 @@ def status(url: str, as_json: bool) -> None:
         return
     still = why_still(found, SystemClock().wall_time())
     go_on = [f"To go on: diloco attach {quote(found.url)}"] if still else []
-    Console().print(overview(found, rounds=20, still=[*still, *go_on]))
+    console = Console()
+    if console.width < _NARROWEST:
+        console.width = _NARROWEST
+    console.print(overview(found, rounds=20, still=[*still, *go_on]))
     if failure := failure_seen_here(reader.store):
-        Console().print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
+        console.print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 
 
 @click.command()
@@ -187,7 +192,7 @@ def push(
 @items_option
 @click.option("--follow", "-f", is_flag=True, help="Write the page anew after each round, until the run stops.")
 @click.option("--serve", is_flag=True, help="The same, and show it to a browser of this machine until Ctrl-C.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="With --serve.  [default: one that is free]")
+@click.option("--port", type=click.IntRange(0, 65535), help="With --serve.  [default: one that is free]")
 @json_option
 def report(
     url: str,
@@ -196,23 +201,27 @@ def report(
     table: Path | None,
     follow: bool,
     serve: bool,
-    port: int,
+    port: int | None,
     as_json: bool,
     **given: str | None,
 ) -> None:
     """Write one self-contained HTML page about the run in URL: curves, guard, participation, attempts."""
+    if not influence and (table or any(given.values())):
+        raise click.UsageError("--csv, --score, --build and --items go with --influence.")
+    if given["score"] is None and any(given.values()):
+        raise click.UsageError("--build and --items go with --score.")
+    if port is not None and not serve:
+        raise click.UsageError("--port goes with --serve.")
     if follow or serve:
         if influence:
             raise click.UsageError("--influence reads all payloads: it goes without --follow and --serve.")
-        _keep_up(url, destination, port if serve else None, as_json)
+        _keep_up(url, destination, (port or 0) if serve else None, as_json)
         return
     from diloco_orchestrator.cli.report_page import page
     from diloco_orchestrator.clock import ThreadBackground
     from diloco_orchestrator.inspection.report import Report
 
     reader = reader_of(url)
-    if not influence and (table or any(given.values())):
-        raise click.UsageError("--csv, --score, --build and --items go with --influence.")
     found = _influence(reader, given) if influence else None
     html = page(Report.read(reader, ThreadBackground(), found))
     destination.write_text(html, encoding="utf-8")

@@ -129,6 +129,8 @@ def plan_(
     from diloco_orchestrator.cli.executor_options import number
     from diloco_orchestrator.launching.plan import plan_launch
 
+    if compare and given["executors"]:
+        raise click.UsageError("--compare names each place with its options: leave out --executor.")
     entrypoint = importable(entrypoint)
     count = None if parameters is None else number(parameters)
     if compare:
@@ -262,11 +264,19 @@ def resume(
 @json_option
 def halt(url: str, reason: str, as_json: bool) -> None:
     """Ask the run in URL to stop after its open round, which is applied."""
+    from shlex import quote
+
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.inspection.explain import why_still
     from diloco_orchestrator.run_log.append import request_halt
 
     reader = reader_of(url)
+    still = why_still(reader.status(), SystemClock().wall_time())
     request_halt(reader.log, "diloco halt", reason, stamp())
-    say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
+    words = ["asked; the run stops when its open round is committed"]
+    if still:  # no replica will commit it
+        words = ["asked.", *still, f"Who supervises it ends it: diloco attach {quote(reader.store.url)}"]
+    say(as_json, {"url": reader.store.url, "halt": reason, "still": still}, "\n".join(words))
 
 
 @click.command()

@@ -115,7 +115,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Settings from a TOML file. Raises `ConfigError` if it cannot be read or parsed, or sets `entrypoint`."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read settings from {path}: {error}.") from None
     if "entrypoint" in found:

@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,11 @@ def _found(module: str, name: str) -> Any:
     return found
 
 
-def check_importable(entrypoint: str) -> None:
-    """Raise `ConfigError` if this process, and so a replica on this machine, cannot import the entrypoint or torch."""
+def check_importable(entrypoint: str, args: Collection[str] = ()) -> None:
+    """Raise `ConfigError` if this process, and so a replica on this machine, cannot import the entrypoint or torch.
+
+    Also for a function that `check_defined` refuses. `args`: names of the run's arguments.
+    """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             "replicas on this machine need torch, which is not installed: pip install torch transformers, or "
@@ -92,19 +95,19 @@ def check_importable(entrypoint: str) -> None:
             "into a file of its own on sys.path (the folder of this program is)."
         )
     if found.origin is not None and found.origin.endswith(".py"):
-        check_defined(entrypoint, Path(found.origin))
+        check_defined(entrypoint, Path(found.origin), args)
 
 
-def check_defined(entrypoint: str, source: Path) -> None:
+def check_defined(entrypoint: str, source: Path, args: Collection[str] = ()) -> None:
     """Raise `ConfigError` if the module file `source` is not Python or does not define the entrypoint's function.
 
-    Also if that function cannot be called with one argument, the context, or importing the module would launch a run,
-    as each replica would. A module that may bind names in other ways
-    (`from x import *`, `__getattr__`) passes.
+    Also if that function cannot be called with one argument, the context, has a parameter named as one of the run's
+    arguments `args`, or importing the module would launch a run, as each replica would. A module that may bind names in
+    other ways (`from x import *`, `__getattr__`) passes.
     """
     wanted = entrypoint.partition(":")[2].partition(".")[0]
     try:
-        module = ast.parse(source.read_text(), source.name)
+        module = ast.parse(source.read_bytes(), source.name)  # bytes: a file may name its encoding
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"entrypoint {entrypoint!r}: {source} is not Python: {error}.") from None
     names = _top_level_names(module)
@@ -114,7 +117,7 @@ def check_defined(entrypoint: str, source: Path) -> None:
                 f"entrypoint {entrypoint!r}: line {line} of {source.name} calls launch whenever the file is imported, "
                 'so every replica would launch a run. Put that call below `if __name__ == "__main__":`.'
             )
-        if why := _why_no_training_function(module, wanted):
+        if why := _why_no_training_function(module, wanted, args):
             raise ConfigError(f"entrypoint {entrypoint!r}: {wanted} in {source.name} {why}")
         return
     if names & {"*", "__getattr__"}:
@@ -149,9 +152,10 @@ def _launching_line(module: ast.Module) -> int | None:
     return None
 
 
-def _why_no_training_function(module: ast.Module, name: str) -> str:
+def _why_no_training_function(module: ast.Module, name: str, args: Collection[str]) -> str:
     """The reason that replicas cannot train by calling `name`(context), and the remedy; empty if they can, or may.
 
+    `args`: names of the arguments that replicas read from the context.
     Only a plain value or an undecorated function is judged, and only where the module binds the name once.
     """
     binding = [node for node in module.body if name in _top_level_names(ast.Module([node], []))]
@@ -171,6 +175,12 @@ def _why_no_training_function(module: ast.Module, name: str) -> str:
                 return (
                     f"takes {taken}. It is called with one argument, the context: write def {name}(ctx), and hand over "
                     "more with args={…} (--arg), which arrives as ctx.args."
+                )
+            further = (*(*given.posonlyargs, *given.args)[1:], *given.kwonlyargs)
+            if unread := [each.arg for each in further if each.arg in args]:
+                return (
+                    f"has a parameter {unread[0]!r}, which no call sets: an argument of the run arrives as "
+                    f"ctx.args[{unread[0]!r}]. Read it there."
                 )
             if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(function)):
                 return "is a generator, of which a call runs nothing. Move its `yield` into a function of its own."

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ def pack(
     entrypoint: str,
     extras: Sequence[str] = (),
     requirements: Requirements | None = None,
+    args: Collection[str] = (),
 ) -> Archive:
     """Pack the code archive of a run.
 
@@ -105,6 +106,7 @@ def pack(
         entrypoint: the training function, "package.module:function".
         extras: extras of our own distribution to install on replicas, such as the SDK that the store needs.
         requirements: packages to install on replicas, as the user's file lists them.
+        args: names of the run's arguments, which the training function reads from its context.
     """
     code = _code_of(code, entrypoint)
     users = _distinct(_users_files(code))
@@ -113,7 +115,7 @@ def pack(
             f"nothing is there to send in {', '.join(map(str, code.paths))}. Is all of it ignored by git, there "
             "or in a folder above?"
         )
-    _check_entrypoint(entrypoint, users)
+    _check_entrypoint(entrypoint, users, args)
     _check_secrets(users, code)
     files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
     files |= {f"{bootstrap.OURS}/{name}": data for name, data in our_files()}
@@ -234,7 +236,7 @@ def _ignores_above(path: Path) -> list[tuple[Path, GitIgnoreSpec]]:
 
 def _ignores_in(folder: Path) -> GitIgnoreSpec | None:
     path = folder / ".gitignore"
-    return GitIgnoreSpec.from_lines(path.read_text().splitlines()) if path.is_file() else None
+    return GitIgnoreSpec.from_lines(os.fsdecode(path.read_bytes()).splitlines()) if path.is_file() else None
 
 
 def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
@@ -274,13 +276,13 @@ def _is_ignored(path: Path, suffix: str, rules: list[tuple[Path, GitIgnoreSpec]]
     return False
 
 
-def _check_entrypoint(entrypoint: str, users: Mapping[str, Path]) -> None:
+def _check_entrypoint(entrypoint: str, users: Mapping[str, Path], args: Collection[str]) -> None:
     """Raise `ConfigError` if the entrypoint's module is neither in the archive nor in an installed distribution."""
     module = entrypoint.partition(":")[0]
     base = module.replace(".", "/")
     found = next((users[name] for name in (f"{base}.py", f"{base}/__init__.py") if name in users), None)
     if found is not None:
-        check_defined(entrypoint, found)
+        check_defined(entrypoint, found, args)
     else:
         top = module.partition(".")[0]
         if any(name == f"{top}.py" or name.startswith(f"{top}/") for name in users) or not _installed(top):

@@ -7,6 +7,7 @@ container images in lines that are comments to pip:
     # diloco: image python:3.11-slim sha256:…
 """
 
+import codecs
 import importlib.metadata
 import re
 import shlex
@@ -73,8 +74,8 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
         return None
     if isinstance(given, str | Path):
         try:
-            text = Path(given).read_text()
-        except OSError as error:
+            text = _text_of(Path(given).read_bytes())
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"requirements {str(given)!r} cannot be read: {error}. Name another file.") from None
     else:
         text = "".join(f"{line}\n" for line in given)
@@ -115,6 +116,11 @@ def _lines_of(text: str) -> list[str]:
             begun = []
     lines = (_COMMENT.sub("", line).strip() for line in [*joined, "".join(begun)])
     return [line for line in lines if line]
+
+
+def _text_of(data: bytes) -> str:
+    """The text of a file in UTF-8 or, as PowerShell writes it, in UTF-16. Raises `UnicodeDecodeError` for another."""
+    return data.decode("utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def _check_encoding(text: str) -> None:

@@ -218,9 +218,9 @@ def unpack_means(body: "torch.Tensor", numel: int, group: int) -> "torch.Tensor"
 
 
 def pack_largest(chunks: "torch.Tensor", kept: int, large: float) -> "torch.Tensor | None":
-    """The result of `sparse._pack`: the `kept` largest elements of each row of `chunks`, (g, n) float32, encoded.
+    """The `kept` largest elements of each row of `chunks`, (g, n) float32, encoded (top-k); None if one is not finite.
 
-    None if a number is not finite.
+    `large`: times the mean of |x|, above which an element counts as large.
     """
     found = np.zeros((len(chunks), 8 + (3 * kept + 1) // 2 + (kept + 3) // 4), np.uint8)
     done = _pack_chunks(chunks.contiguous().numpy(), kept, np.float32(large), found)
@@ -228,9 +228,10 @@ def pack_largest(chunks: "torch.Tensor", kept: int, large: float) -> "torch.Tens
 
 
 def unpack_largest(rows: "torch.Tensor", kept: int, values: "torch.Tensor") -> bool:
-    """Decode the stored elements of `rows` into `values`, (g, n) zeros, as `sparse._unpack` does.
+    """Decode a payload of the codec that keeps only the `kept` largest elements of each chunk (top-k).
 
-    Returns False if the stored places are out of range or not ascending.
+    `rows`: (g, bytes of an encoded chunk). `values`: (g, n) zeros, into which the kept elements are written. Returns
+    False if the stored places are out of range or not ascending.
     """
     return bool(_unpack_chunks(rows.numpy(), kept, values.numpy()))
 

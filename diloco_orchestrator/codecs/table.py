@@ -93,6 +93,16 @@ class Codec:
         spans = self.spans(numel, fine)
         return len(self.header(numel, fine)) + sum(span.codec.body_size(span.stop - span.start) for span in spans)
 
+    def most_size(self, numel: int) -> int:
+        """The most bytes that any encoded vector of `numel` elements has, header included, whatever its fine ranges."""
+        if not self.fine:
+            return self.encoded_size(numel)
+        count, turns = min(numel + 1, _MOST_SPANS), (self, get_codec(self.fine))
+        # A span has as many groups as its elements fill, and one that it begins.
+        full = max(-(-numel * each.body_size(each.group) // each.group) for each in turns)
+        begun = count * max(each.body_size(1) for each in turns)
+        return _HEADER.size + _COUNT.size * (1 + count) + full + begun
+
     def spans(self, numel: int, fine: Ranges = ()) -> "list[Span]":
         """The spans (ranges in one codec each) of a vector of `numel` elements, without empty ones, in order."""
         return _spans(self, _lengths(numel, fine if self.fine else ()))

@@ -30,7 +30,7 @@ from diloco_orchestrator.config.parts import (
     TimingConfig,
     Tree,
 )
-from diloco_orchestrator.errors import ConfigError, unknown_name
+from diloco_orchestrator.errors import ConfigError, as_config_errors, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
 
@@ -253,10 +253,8 @@ class RunConfig(Tree):
     def _consistent(self) -> Self:
         if self.on_halt is not None:
             config_of_leg(self.model_copy(update={"on_halt": None}), self.on_halt.change)
-        try:
+        with as_config_errors():
             check_entrypoint(self.entrypoint)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         check_track(self.track)
         if reason := next(_why_refused(self), ""):

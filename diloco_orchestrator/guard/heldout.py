@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import Documented
-from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number, plain
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
@@ -127,7 +127,7 @@ class HeldOutGuard:
         that are not finite leave the averages unchanged. The last round given again with the same values returns its
         status; the last round with other values, or an earlier one, raises `ValueError`.
         """
-        inputs = [_plain(v) for v in (in_loop_reward, heldout_score, kl_to_init, entropy, reward_std)]
+        inputs = [plain(v) for v in (in_loop_reward, heldout_score, kl_to_init, entropy, reward_std)]
         if self._last_inputs is not None and round_idx <= self._last_inputs[0]:
             return self._again(round_idx, inputs)
         finite = _finite(in_loop_reward) and _finite(heldout_score)
@@ -283,11 +283,6 @@ class HeldOutRule(GuardRule):
             folds=guard.updates,
             statistics=tuple(Statistic(*each) for each in guard.statistics()),
         )
-
-
-def _plain(value: float | None) -> float | str | None:
-    """`value` as JSON; NaN and infinity become text, so that equal states have equal JSON."""
-    return value if value is None or math.isfinite(value) else str(float(value))
 
 
 def kl_token_trust_filter(half_squared_logratio: float, threshold: float = 0.08) -> bool:

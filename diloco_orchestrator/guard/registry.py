@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from diloco_orchestrator.errors import ConfigError, RecordTooNew, unknown_name
+from diloco_orchestrator.errors import ConfigError, RecordTooNew, as_config_errors, unknown_name
 from diloco_orchestrator.guard.heldout import HeldOutRule
 from diloco_orchestrator.guard.per_replica import is_first_form
 from diloco_orchestrator.guard.rule import GuardRule, OffRule
@@ -70,10 +70,8 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
 @cache  # the search of installed packages takes long beside a fold
 def _installed(name: str) -> type[GuardRule]:
     """The guard rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is none."""
-    try:
+    with as_config_errors():
         kind, where = registered("guard rule", ENTRY_POINTS, name)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     if not isinstance(kind, type) or not issubclass(kind, GuardRule):
         raise ConfigError(f"{where} is no class derived from `GuardRule`. Repair that package, or name another rule.")
     if getattr(kind, "name", None) != name:

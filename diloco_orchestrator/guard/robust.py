@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from diloco_orchestrator.guard.rule import Evidence
+from diloco_orchestrator.guard.rule import Evidence, finite_or_none
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score, VaultScore
 
@@ -90,10 +90,6 @@ def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
     changed = clipped_mean([(score.count, score.mean) for score in finite], None)
     variance = median([score.variance for score in finite])
     return VaultChange(changed.mean, math.sqrt(variance / sum(score.count for score in finite)))
-
-
-def finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _check_distinct(scores: Sequence[Score]) -> None:

@@ -110,6 +110,16 @@ class OffRule(GuardRule):
         return {"samples": folds}, Verdict(fire=False, reason="", proxy_real_gap=0.0, folds=folds)
 
 
+def finite_or_none(value: float | None) -> float | None:
+    """`value` where it is a finite number, else None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def plain(value: float | None) -> float | str | None:
+    """`value` as JSON; NaN and infinity become text, so that equal states have equal JSON."""
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
 def check_number(name: str, value: Any, allowed: Callable[[Any], bool], words: str) -> None:
     """Raise `ValueError` unless `value` is a finite number that `allowed` accepts; `words` describes those."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

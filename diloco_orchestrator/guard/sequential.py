@@ -18,7 +18,7 @@ from diloco_orchestrator.guard.channels.hacking_gap import FIRST_JUDGED as FIRST
 from diloco_orchestrator.guard.channels.kl import KLChannel
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.remembered import copied
-from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number
+from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number, finite_or_none, plain
 from diloco_orchestrator.guard.vault import Vault
 from diloco_orchestrator.protocol.records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
@@ -184,7 +184,7 @@ class SequentialGuard(GuardRule):
             reason = run.vault.ask(alarms[0])
         else:
             assert self.vault_sigmas is not None
-            heldout = _finite_or_none(evidence.heldout)
+            heldout = finite_or_none(evidence.heldout)
             noise, sigmas = run.metrics.sigma, self.vault_sigmas
             answer = run.vault.answer(evidence.vault, heldout, noise, sigmas, self.vault_share)
             if answer.halts or (answer.waits and evidence.final_evaluation):
@@ -232,7 +232,7 @@ class SequentialGuard(GuardRule):
         return alarms
 
     def _numbers(self, run: "_Run", evidence: Evidence, *, folded: bool) -> dict[str, Any]:
-        value, in_loop = _finite_or_none(evidence.heldout), _finite_or_none(evidence.in_loop)
+        value, in_loop = finite_or_none(evidence.heldout), finite_or_none(evidence.in_loop)
         gap = run.verdict.proxy_real_gap
         if folded and value is not None and in_loop is not None:
             gap = run.metrics.gained_apart(value, in_loop)
@@ -301,10 +301,6 @@ def _halt(run: _Run, alarm: Alarm, what: str, numbers: Mapping[str, Any]) -> Ver
     return Verdict(fire=True, reason=reason, action=VerdictKind.HALT, rollback_to=back, **numbers)
 
 
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _recorded(evidence: Evidence) -> list[Any]:
     """The evidence as JSON for the state, in the field order of version 1.
 
@@ -312,15 +308,11 @@ def _recorded(evidence: Evidence) -> list[Any]:
     data, whether numbers were reported as not finite, and a suspected replica with the reason.
     """
     why_not = evidence.why_not if evidence.heldout is None else ""
-    vault = None if evidence.vault is None else [_plain(evidence.vault.mean), _plain(evidence.vault.error)]
-    metrics = [_plain(evidence.heldout), _plain(evidence.in_loop), evidence.items, evidence.total_items]
+    vault = None if evidence.vault is None else [plain(evidence.vault.mean), plain(evidence.vault.error)]
+    metrics = [plain(evidence.heldout), plain(evidence.in_loop), evidence.items, evidence.total_items]
     unmeasured = [0, False, None, ""]
     rest = [why_not, dict(evidence.gains), vault, evidence.rebuildable, evidence.final_evaluation]
-    return [evidence.round, None, *metrics, _plain(evidence.kl_to_init), *unmeasured, *rest]
-
-
-def _plain(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+    return [evidence.round, None, *metrics, plain(evidence.kl_to_init), *unmeasured, *rest]
 
 
 def items_needed(

@@ -94,23 +94,23 @@ def fold_strangers(
         said_again = [each for each in scores if each.again is not None and each.again_own is not None]
         if 2 * len(said_again) > len(scorers):
             _add(again, name, repetition_of(said_again), _AGAIN_LIMIT, repeats)
+        why = ""
         if name in repeats:
             why = (
                 f"its work repeats what it sent before: evidence of {again.get(name, 0.0):.2f} added up over rounds, "
                 f"{_AGAIN_LIMIT} allowed, by the measures of {len(said_again)} replicas in this one"
             )
-            left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
         elif name in untrained:
             why = (
                 f"its work does not show the data dealt to it: evidence of {evidence.get(name, 0.0):.2f} added up over "
                 f"rounds, {DEALT_LIMIT:.2f} allowed, by the scores of {len(dealt_scores)} replicas in this one"
             )
-            left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
         elif name in out:
             why = (
                 f"its work lowers held-out scores by {harm:.2f} sigmas, as {len(scores)} replicas measured; "
                 f"{sums[name]:.2f} added up over rounds, {LIMIT} allowed"
             )
+        if why:
             left_out.append(Quarantine(replica_id=manifest.replica_id, reason=why))
     after: dict[str, Any] = {"sums": {name: value for name, value in sums.items() if value}, "out": sorted(out)}
     if evidence:  # absent in runs whose data nobody deals

@@ -236,7 +236,9 @@ def _answers(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding
 
 
 def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Finding:
-    (handle,) = executor.launch_replicas(1, "signal:pause", {}, run_id=run_id)
+    # It waits for nothing, and ends by itself where nobody is left to cancel it: somebody may have killed `doctor`.
+    pause = "multiprocessing.connection:wait"
+    (handle,) = executor.launch_replicas(1, pause, {"object_list": [], "timeout": _PATIENCE_S}, run_id=run_id)
     deadline = clock.now() + _PATIENCE_S
     while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
         clock.sleep(_POLL_S)

@@ -7,10 +7,9 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, TypeVar
 
 import rich.console
 from rich.console import Group, RenderableType
@@ -27,6 +26,10 @@ from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic
 from diloco_orchestrator.redaction import shown
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SHOWN_ROUNDS = 10  # newest rounds in the live panel
 _SHOWN_UNREADABLE = 3
@@ -45,28 +48,47 @@ class Console(rich.console.Console):
             # Control segments are rich's own, such as those that redraw a live table.
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
-
-class Display(Protocol):
-    """Shows a run's statuses as they change. Used as a context manager around the polling loop of a command."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def update(self, status: RunStatus) -> None:
-        """Show `status`, the newest status of the run."""
-        ...
+    def on_broken_pipe(self) -> None:
+        """Raise the `BrokenPipeError` that is being handled: rich itself would end the process."""
+        raise
 
 
-def display_for(console: Console, *, below: int, supervises: bool = False) -> Display:
-    """A display of a run: the live panel on a terminal, plain lines elsewhere.
+def lasting(draw: Callable[[T], None]) -> Callable[[T], None]:
+    """A function that calls `draw` until that raises `OSError`, which is logged, and nothing from then on.
 
-    `below`: lines that follow the last drawing, the prompt included. `supervises`: whether this process also logs how
-    replicas end.
+    A pipe that nobody reads any more, or a full disk below the output, must not end a process that supervises a run:
+    its replicas would go on, and cost money without a limit.
     """
-    return LivePanel(console, below) if console.is_terminal else PlainLines(console, with_attempts=not supervises)
+    broken = False
+
+    def drawn(what: T) -> None:
+        nonlocal broken
+        if broken:
+            return
+        try:
+            draw(what)
+        except OSError as error:
+            broken = True
+            log.warning("nothing is shown here any more, and supervision goes on: %s", error)
+
+    return drawn
+
+
+Show = Callable[[RunStatus], None]  # shows the newest status of a run
+
+
+@contextmanager
+def display_for(console: Console, *, below: int, supervises: bool = False) -> Iterator[Show]:
+    """Context that shows a run while it goes on: yields what to call with each status that was read.
+
+    A live panel on a terminal, plain lines elsewhere. `below`: lines that follow the last drawing, the prompt included.
+    `supervises`: whether this process also logs how replicas end.
+    """
+    if console.is_terminal:
+        with live_panel(console, below) as show:
+            yield show
+    else:
+        yield PlainLines(console, with_attempts=not supervises).show
 
 
 def log_to(console: Console) -> None:
@@ -79,29 +101,24 @@ def log_to(console: Console) -> None:
         logging.getLogger(announcer).setLevel(logging.WARNING)
 
 
-class LivePanel:
-    """A display of a run's progress, replicas and newest rounds on a terminal, redrawn in place.
+@contextmanager
+def live_panel(console: Console, below: int) -> Iterator[Show]:
+    """Context with a run's progress, replicas and newest rounds on a terminal, redrawn in place by what it yields.
 
     The last drawing stays on the screen. `below`: lines that will be printed under it, the prompt included.
     """
+    live = Live(console=console, auto_refresh=False)
 
-    def __init__(self, console: Console, below: int) -> None:
-        self._console, self._below = console, below
-        self._live = Live(console=console, auto_refresh=False)
+    def show(status: RunStatus) -> None:
+        height = console.size.height - (below if status.state in _ENDS else 1)
+        live.update(fitted(status, console, height), refresh=True)
 
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def update(self, status: RunStatus) -> None:
-        ended = status.state in _ENDS
-        height = self._console.size.height - (self._below if ended else 1)
-        self._live.update(fitted(status, self._console, height), refresh=True)
+    live.start()
+    try:
+        yield show
+    finally:
+        with suppress(OSError):  # of a screen that is gone
+            live.stop()
 
 
 class NotebookPanel:
@@ -112,7 +129,7 @@ class NotebookPanel:
         self._output = import_module("IPython.display").display({}, raw=True, display_id=True)
         self._drawn = ""
 
-    def update(self, status: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         options = {"width": _NOTEBOOK_COLUMNS, "color_system": "standard", "force_jupyter": False}
         console = Console(
             file=io.StringIO(), record=True, **options
@@ -137,10 +154,11 @@ def drawn_live(read: Callable[[], RunStatus]) -> Iterator[Callable[[], None] | N
     console = Console(stderr=True)
     if console.is_jupyter:
         notebook = NotebookPanel()
-        yield lambda: notebook.update(read())
+        yield lambda: notebook.show(read())
     elif console.is_terminal:
-        with LivePanel(console, below=2) as panel:
-            yield lambda: panel.update(read())
+        with live_panel(console, below=2) as show:
+            draw = lasting(show)
+            yield lambda: draw(read())
     else:
         yield None
 
@@ -199,15 +217,7 @@ class PlainLines:
         self._no_room = False  # as of the newest status
         self._waits: set[str] = set()  # what the slowest waited for before the first round, as printed
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def update(self, status: RunStatus) -> None:
+    def show(self, status: RunStatus) -> None:
         said: list[tuple[int, str]] = []
         for replica in status.replicas:
             if replica.attempt > self._attempts.get(replica.replica_id, 1):

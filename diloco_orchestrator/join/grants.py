@@ -8,12 +8,11 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -40,10 +39,8 @@ _LOOK_S = (1.0, 600.0)  # the shortest and the longest pause between two
 _WRITING = "diloco-writing"  # the profile of those that create objects
 
 
-class Mint(Protocol):
-    """A function that mints temporary credentials, as `temporary_credentials.mint`. Raises `ConfigError` if refused."""
-
-    def __call__(self, replica_id: int, lasts_s: float, role: str | None) -> Credentials: ...
+# Mints temporary credentials: of a replica id, seconds and a role, as `temporary_credentials.mint`.
+Mint = Callable[[int, float, str | None], Credentials]
 
 
 # -- whoever has an operator's keys and an account of the store ------------------------------------------------------

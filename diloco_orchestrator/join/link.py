@@ -39,7 +39,10 @@ class Credentials(Part):
 
 
 class Link(Part):
-    """The content of a link: where the run is, which code and keys are its launcher's, and temporary credentials."""
+    """The content of the link by which a launcher invites a stranger's machine to run one replica.
+
+    It says where the run is, which code and keys are its launcher's, and holds temporary credentials.
+    """
 
     url: str  # the run's folder
     endpoint_url: str = ""  # of an S3 store that is not Amazon's

@@ -51,10 +51,11 @@ def account_of(endpoint: str) -> str:
 def mint_r2(
     store: Store, replica_id: int, lasts_s: float, endpoint: str, parent: Mapping[str, str], now: float
 ) -> Credentials:
-    """Credentials for an invited replica of the run in `store`: to read for `lasts_s` seconds, to create for fewer.
+    """Temporary credentials of Cloudflare R2 for an invited replica of the run in `store`.
 
-    Those to create are for the rounds from the last one on, and end when half of these should be over, by the duration
-    of the latest ones. `parent`: `key`, `secret` and `token` of this process's account. `now`: seconds since 1970.
+    They allow to read for `lasts_s` seconds, and to create objects for fewer: those of the rounds from the last one on,
+    until half of these should be over, by the duration of the latest ones. `endpoint`: of the account's R2. `parent`:
+    `key`, `secret` and `token` of this process's account. `now`: seconds since 1970.
     Raises `ConfigError` if these are temporary themselves, and the store's errors.
     """
     if parent["token"]:

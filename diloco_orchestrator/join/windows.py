@@ -233,10 +233,13 @@ def _requests(signed: _OfMachine) -> Requests:
 
 
 class LentRequests(Lent):
-    """Signed requests of a machine with a link, in a file in `folder`: the newest ones that were written for it.
+    """Signed requests to the store, by which a machine without an account there takes part in a run it was invited to.
+
+    The run's launcher signs them and writes new ones into the bucket, sealed for this machine; the newest are kept in a
+    file in `folder`.
 
     Args:
-        link: with the first ones.
+        link: the invitation, which holds the first requests.
         folder: exists, on a disk of this machine.
     """
 

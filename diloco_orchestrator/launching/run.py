@@ -21,6 +21,7 @@ from diloco_orchestrator.errors import (
     RunFolderTaken,
     RunNotFinished,
     StoreError,
+    as_config_errors,
 )
 from diloco_orchestrator.executors.contract import ServerlessExecutor
 from diloco_orchestrator.executors.local_process import replicas_in
@@ -30,7 +31,7 @@ from diloco_orchestrator.guard import CollapseStopError, Verdict
 from diloco_orchestrator.inspection.logs import executor_of_run, log_lines
 from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RoundRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.terminal import drawn_live
-from diloco_orchestrator.launching.plan import LaunchOptions, TrainFunction, prepare_launch
+from diloco_orchestrator.launching.prepare import LaunchOptions, TrainFunction, prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -182,7 +183,10 @@ class Run:
             self._tracker.update(self._untracked.read())
 
     def _stop_on_interrupt(self, on_poll: Callable[[], None] | None) -> str:
-        """Halt the run, supervise it until it has ended, and return how it ended, with the command that goes on."""
+        """Halt the run, supervise it until it has ended, and return how it ended, with the command that goes on.
+
+        A third Ctrl-C returns at once, with the command that ends what may still run.
+        """
         self._interrupted = True
         log.warning("Ctrl-C: halting after the open round; press again to stop at once")
         try:
@@ -191,8 +195,12 @@ class Run:
             self._supervise(None, on_poll)
         except KeyboardInterrupt:
             log.warning("Ctrl-C again: stopping now; the open round's work is dropped")
-            self._coordinator.stop("halted", "Ctrl-C twice")
-            self._supervise(None, on_poll)
+            try:
+                self._coordinator.stop("halted", "Ctrl-C twice")
+                self._supervise(None, on_poll)
+            except KeyboardInterrupt:
+                url = quote(self.url)
+                return f"left before all replicas had ended: diloco attach {url} ends those that are left"
         state = self.status().state
         return f"{state}; to go on: diloco resume {quote(self.url)}" if state == "halted" else f"the run is {state}"
 
@@ -456,10 +464,8 @@ def attach(
     """
     check_track(track)
     clock = clock or SystemClock()
-    try:
+    with as_config_errors():
         given = None if executor is None else executor_of(executor)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
     check_signed_by(reader.run, store.url, signed_by)
@@ -475,10 +481,16 @@ def attach(
 
 
 def _supervised(run_log: RunLog, means: Means, track: str | None) -> Run:
-    """A `Run` after launching all replicas for which the provider has machines within `_LAUNCH_PATIENCE_S`."""
+    """A `Run` after launching all replicas for which the provider has machines within `_LAUNCH_PATIENCE_S`.
+
+    Ctrl-C meanwhile ends the run as it does in `wait`: machines that nobody supervises cost money without a limit.
+    """
     run = Run(RunReader(run_log.store, run_log), means, track)
-    run._coordinator.step()
-    run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
+    try:
+        run._coordinator.step()
+        run._coordinator.wait_for_launches(_LAUNCH_PATIENCE_S)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(run._stop_on_interrupt(None)) from None
     return run
 
 

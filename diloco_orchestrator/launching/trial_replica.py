@@ -22,7 +22,7 @@ from diloco_orchestrator.executors.contract import (
 from diloco_orchestrator.executors.process_contract import parse_exit_line
 from diloco_orchestrator.executors.remote_base import program_text
 from diloco_orchestrator.inspection.doctor import Finding, remove_attempts
-from diloco_orchestrator.launching.plan import images_by_tag, images_words
+from diloco_orchestrator.launching.prepare import images_by_tag, images_words
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS
 from diloco_orchestrator.store.base import Store

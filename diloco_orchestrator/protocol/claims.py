@@ -33,6 +33,14 @@ class BaseClaim:
         return self.rebuilt_after >= round_ - _FRESH_ROUNDS
 
 
+def that_count(claims: Sequence[BaseClaim], invited: Collection[int]) -> list[BaseClaim]:
+    """The claims by which a round's base is decided: those of launched replicas; all where no such replica claims.
+
+    `invited`: replicas of strangers, which may be more than the launched ones and one person's.
+    """
+    return [claim for claim in claims if claim.replica_id not in invited] or list(claims)
+
+
 def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool) -> str | None:
     """The base digest that most manifests name, which the commit names too; None without manifests.
 

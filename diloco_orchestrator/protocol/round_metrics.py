@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco_orchestrator.errors import ConfigError, nearest
-from diloco_orchestrator.protocol.record_format import MOST_COUNTED
+from diloco_orchestrator.errors import ConfigError, RecordInvalid, nearest
+from diloco_orchestrator.protocol.record_format import MOST_COUNTED, canonical_json
 from diloco_orchestrator.protocol.records import Contribution, Disagreeing, HeldoutSet, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
 
@@ -77,6 +77,28 @@ def _disagreeing(manifests: Sequence[Contribution]) -> tuple[Disagreeing, ...]:
 def _tokens(manifest: Contribution) -> int:
     tokens = manifest.metrics.get("tokens")
     return 0 if tokens is None else min(max(0, int(tokens.sum or 0)), MOST_COUNTED)
+
+
+# -- what a commit repeats of a manifest -------------------------------------------------------------------------------
+
+# Bytes of one replica: 1,024 replicas fill half of the longest commit with these. A carry lists at most 32 rounds.
+_MOST_ORIGINS = 4096
+_MOST_NAMES = 8192  # of metrics, most of which all replicas have in common; ours and 16 of a user's take about 700
+
+
+def check_repeatable(manifest: Contribution, replicas: int, where: str) -> None:
+    """Raise `RecordInvalid` if what a commit repeats of `manifest`, at `where`, does not fit beside the others'.
+
+    A commit that is longer than one may be is void, so such a manifest counts as one that cannot be read. `replicas`:
+    number of replicas of the run.
+    """
+    origins = len(canonical_json({"origins": [each.model_dump() for each in manifest.origins]}))
+    names = sum(len(name.encode()) for name in manifest.metrics)
+    if origins > _MOST_ORIGINS or names > _MOST_NAMES or len(manifest.disagreeing) > replicas:
+        raise RecordInvalid(
+            f"{where} has {origins} bytes of origins (at most {_MOST_ORIGINS}), {names} of metrics' names (at most "
+            f"{_MOST_NAMES}), and {len(manifest.disagreeing)} replicas that disagree: no commit can repeat so much."
+        )
 
 
 # -- metrics of the user's own -----------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class StoredName:
 
 
 def stored_name(key: str, take: int, signature: bytes) -> str:
-    """The name under which a signed run stores the object at `key`. `signature`: over `named_bytes(…, key, take)`.
+    """The name under which a signed run stores the object at `key`: key, take and `signature`, which covers the object.
 
     `take`: 0, or above it where unsigned objects have the names before.
     """

@@ -13,7 +13,6 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.retrying import without_read_back
 
 
 def create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
@@ -59,7 +58,7 @@ def _begin_first_leg(log: RunLog, by: str, stamp: Stamp) -> RunLog:
 
 def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
     """Create `commit` unless its round has one; returns the round's commit, which every replica then applies."""
-    if Writer.of(without_read_back(log.store), commit.by).create(commit) is not None:
+    if Writer.of(log.store.without_read_back(), commit.by).create(commit) is not None:
         return log.remember_commit(commit.round, commit.to_bytes())
     entry = log.commit(commit.round)
     assert entry is not None, "a commit is never deleted"

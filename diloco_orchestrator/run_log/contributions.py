@@ -69,21 +69,27 @@ class ContributionReader:
         found = read(self._store, Contribution, keys.contribution(round_, replica_id))
         return None if found is None else found.record
 
-    def in_round(self, round_: int, replicas: int, but: Collection[int] = ()) -> list[Contribution]:
-        """The manifests of a round that can be parsed, in replica_id order, without those of the replicas in `but`.
-
-        `replicas`: number of replicas of the run; manifests under higher ids are ignored.
-        """
+    def authors_in(self, round_: int, replicas: int) -> set[int]:
+        """The ids below `replicas` of those with an object under the key of their manifest of a round. One LIST."""
         parsed = (keys.contribution.parse(info.key) for info in self._store.list(keys.contributions(round_)))
-        found = {key[1] for key in parsed if key is not None and key[1] < replicas}
-        replica_ids = sorted(found.difference(but))
-        calls = [partial(self._parsed, round_, replica_id) for replica_id in replica_ids]
+        return {key[1] for key in parsed if key is not None and key[1] < replicas}
+
+    def in_round(self, round_: int, replicas: int) -> list[Contribution]:
+        """The manifests of a round of replicas below `replicas`, as `each_of` returns them."""
+        return self.each_of(round_, self.authors_in(round_, replicas))
+
+    def each_of(self, round_: int, replica_ids: Collection[int]) -> list[Contribution]:
+        """The manifests of a round of these replicas, in replica_id order.
+
+        Without those that cannot be parsed, or name another round or replica than their keys.
+        """
+        calls = [partial(self._parsed, round_, replica_id) for replica_id in sorted(replica_ids)]
         return [manifest for manifest in in_parallel(self._background, calls) if manifest is not None]
 
     def _parsed(self, round_: int, replica_id: int) -> Contribution | None:
         with suppress(RecordInvalid):  # the same as no manifest: the round does not wait for its author
             manifest = self.of(round_, replica_id)
-            if manifest is not None and manifest.replica_id == replica_id:
+            if manifest is not None and (manifest.round, manifest.replica_id) == (round_, replica_id):
                 return manifest
         return None
 

@@ -19,7 +19,7 @@ from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.signing.kept_keys import state_folder
-from diloco_orchestrator.store.base import Store, endpoint_of
+from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
 
@@ -134,5 +134,5 @@ def _known(store: Store) -> dict[str, Any]:
 
 def _record_of(store: Store) -> Path:
     """The local file of facts about a run, named by server and URL: two S3-compatible endpoints may share a URL."""
-    place = " ".join(filter(None, (store.url, endpoint_of(store))))
+    place = " ".join(filter(None, (store.url, store.endpoint)))
     return state_folder(os.environ, "runs") / f"{sha256_hex(place.encode())[:32]}.json"

@@ -15,7 +15,7 @@ from diloco_orchestrator.store.memory import MemoryStore
 _BEGIN = keys.begin(1).rpartition("/")[2]
 
 
-class PointInTimeView:
+class PointInTimeView(Store):
     """The objects of `store` from before attempt `attempt` of replica `replica_id` contributed to a round.
 
     Hidden are objects of that round, except the other replicas' manifests, of later rounds, and of attempts, except
@@ -34,16 +34,13 @@ class PointInTimeView:
         written: Store | None = None,
     ) -> None:
         self.written = MemoryStore(store.url) if written is None else written  # what was written here
+        self.url = store.url
         self._store = store
         self._leg = leg
         self._round = round_
         self._replica_id = replica_id
         self._attempt = attempt
         self._on_create = on_create
-
-    @property
-    def url(self) -> str:
-        return self._store.url
 
     @property
     def beneath(self) -> Store:

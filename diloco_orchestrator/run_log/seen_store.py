@@ -13,13 +13,12 @@ from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
-from diloco_orchestrator.store.retrying import without_read_back
+from diloco_orchestrator.store.base import ObjectInfo, Store
 
 _LISTINGS = (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS, keys.STARTS)  # that are remembered
 
 
-class SeenStore:
+class SeenStore(Store):
     """The store interface over `store`, with absent objects, heartbeats and listings cached for a pause.
 
     Objects that this process writes or deletes are seen at once, and everything after `forget`. Any other object is
@@ -27,6 +26,7 @@ class SeenStore:
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
+        self.url = store.url
         self._store = store
         self._clock = clock
         self._log: RunLog | None = None
@@ -80,12 +80,8 @@ class SeenStore:
     # -- the store interface -------------------------------------------------------------------------------------
 
     @property
-    def url(self) -> str:
-        return self._store.url
-
-    @property
     def endpoint(self) -> str:
-        return endpoint_of(self._store)
+        return self._store.endpoint
 
     @property
     def beneath(self) -> Store:
@@ -136,12 +132,12 @@ class SeenStore:
             self._wrote(key)
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        return open_file(self._store, key)
+        return self._store.open_file(key)
 
     def without_read_back(self) -> "SeenStore":
         """A `SeenStore` with the same cache whose `create` reads no existing object to find out whose it is."""
         found = copy.copy(self)  # what is remembered is shared
-        found._store = without_read_back(self._store)
+        found._store = self._store.without_read_back()
         return found
 
     # -- pauses --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from diloco_orchestrator.store.base import Store
 log = logging.getLogger(__name__)
 
 ROUNDS = 100  # of a segment
+MOST_MANIFESTS = 64 * 2**20  # bytes that a segment of manifests has; what joins them holds them in memory
 TAIL_ROUNDS = 10  # of the segments, without manifests, of the rounds for which there is no long one yet
 
 
@@ -67,13 +68,18 @@ def _closed(read_commit: Callable[[int], CommitEntry | None], round_: int) -> Co
 def segment_bytes(store: Store, segment: SegmentKey, commits: Sequence[CommitEntry]) -> bytes:
     """The content of a segment that joins these commits or their manifests. One GET for each line not in memory.
 
-    Manifests that are no records, which no round averages, are left out. Raises `RecordInvalid` or `ObjectMissing` if
-    an object is not what the log names.
+    Manifests that are no records, which no round averages, are left out, and those that do not fit into what is left of
+    64 MiB after those before. Raises `RecordInvalid` or `ObjectMissing` if an object is not what the log names.
     """
     if segment.kind == "commits":
         return b"".join(_commit_line(store, entry) for entry in commits)
-    lines = (_manifest_line(store, entry.commit.round, answer) for entry in commits for answer in entry.commit.answers)
-    return b"".join(lines)
+    joined = bytearray()
+    for entry in commits:
+        for answer in entry.commit.answers:
+            line = _manifest_line(store, entry.commit.round, answer)
+            if len(joined) + len(line) <= MOST_MANIFESTS:
+                joined += line
+    return bytes(joined)
 
 
 def _commit_line(store: Store, entry: CommitEntry) -> bytes:
@@ -199,10 +205,12 @@ class Manifests:
 
     def __init__(self, segment: SegmentKey, lines: Sequence[bytes]) -> None:
         self.segment = segment
+        self._size = sum(map(len, lines))
         self._by_sha256 = {sha256_hex(line): line for line in lines}
 
-    def __contains__(self, line: bytes) -> bool:
-        return sha256_hex(line) in self._by_sha256
+    def lacks(self, line: bytes) -> bool:
+        """Whether the segment should hold the line of a manifest and does not; a line without room need not be in."""
+        return sha256_hex(line) not in self._by_sha256 and self._size + len(line) <= MOST_MANIFESTS
 
     def find(self, sha256: str) -> bytes | None:
         """The exact bytes of the manifest with this digest, or None if the segment lacks it."""

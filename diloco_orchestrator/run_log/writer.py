@@ -33,7 +33,7 @@ class Writer:
 
     @classmethod
     def of(cls, store: Store, by: By) -> Self:
-        """The writer for `by`, an attempt or a coordinator."""
+        """The writer of those records that `by`, the attempt or coordinator which a commit names, may write."""
         return cls(store, Role.COORDINATOR if by.who is None else Role.ATTEMPT, by.who)
 
     def create(self, record: R, at: str = "") -> Entry[R] | None:

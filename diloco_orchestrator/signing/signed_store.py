@@ -41,8 +41,7 @@ from diloco_orchestrator.protocol.signed_objects import (
 )
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, identity, needs_key, operator_of
 from diloco_orchestrator.signing.keys import RunKey, Signer, is_by, is_certified
-from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
-from diloco_orchestrator.store.retrying import without_read_back
+from diloco_orchestrator.store.base import ObjectInfo, Store
 
 _MOST_NAMES = 65_536  # names kept in memory, some 20 MB
 _TRIALS = (keys.PROBE, keys.DOCTOR)  # prefixes of objects that come before any run
@@ -90,9 +89,11 @@ class _Rules:
         """The name under which the object at `key` is stored; None if this process holds no key to make it."""
         if (private := self.private_name_key(key)) is None:
             return None
-        if (key, take) not in self.names:
-            self._remember(key, take, stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take))))
-        return self.names[key, take]
+        name = self.names.get((key, take))
+        if name is None:
+            name = stored_name(key, take, private.sign(named_bytes(self.run_sha256, key, take)))
+            self._remember(key, take, name)
+        return name
 
     def is_name(self, found: StoredName) -> bool:
         """Whether a stored object's name carries a valid signature by the run's keys."""
@@ -108,6 +109,7 @@ class _Rules:
         return is_right
 
     def _remember(self, key: str, take: int, name: str) -> None:
+        """Keep a name, unless another thread forgets all names: whoever needs it now must have it from elsewhere."""
         if len(self.names) >= _MOST_NAMES:
             self.names.clear()
         self.names[key, take] = name
@@ -169,11 +171,12 @@ class _Rules:
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
         who = certificate.who if isinstance(certificate, Certificate) else None
         of = who, certificate.key, certificate.signature, operator.epoch, operator.key, operator.signature
-        if of not in self.certified:
+        found = self.certified.get(of)
+        if found is None:
             if len(self.certified) >= _MOST_NAMES:
                 self.certified.clear()
-            self.certified[of] = is_certified(certificate, self.signed_by, self.run_sha256)
-        return self.certified[of]
+            found = self.certified[of] = is_certified(certificate, self.signed_by, self.run_sha256)
+        return found
 
     def note(self, name: str, why: str) -> None:
         """Record that the object `name` is ignored in this signed run. `why`: the reason."""
@@ -182,7 +185,7 @@ class _Rules:
             self.debris[name] = why
 
 
-class SignedStore:
+class SignedStore(Store):
     """The store interface over `beneath`, a folder of a run: of a signed one only signed objects exist.
 
     A folder without run.json, or with that of an unsigned run, is `beneath` itself. Objects that no log rests on, such
@@ -195,17 +198,14 @@ class SignedStore:
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:
         """`environ`: the environment in which private keys are sought first, then in this user's state folder."""
+        self.url = beneath.url
         self.beneath = beneath
         self.environ = environ
         self._known: list[_Rules | None] = []  # one item once run.json was read; copies of this store share it
 
     @property
-    def url(self) -> str:
-        return self.beneath.url
-
-    @property
     def endpoint(self) -> str:
-        return endpoint_of(self.beneath)
+        return self.beneath.endpoint
 
     @property
     def is_signed(self) -> bool:
@@ -357,14 +357,16 @@ class SignedStore:
         """
         if (ours := rules.name_of(key, take)) is not None:
             return ours
-        if (key, take) not in rules.names:
-            for info in self.beneath.list(f"{key}/"):
-                found = parse_stored(info.key)
-                if found is None or found.key != key or not rules.is_name(found):
-                    rules.note(info.key, _FOREIGN)
-        if (key, take) not in rules.names:
+        known = rules.names.get((key, take))
+        for info in self.beneath.list(f"{key}/") if known is None else ():
+            found = parse_stored(info.key)
+            if found is None or found.key != key or not rules.is_name(found):
+                rules.note(info.key, _FOREIGN)
+            elif found.take == take:
+                known = info.key
+        if known is None:
             raise ObjectMissing(f"{key} does not exist in {self.url}.")
-        return rules.names[key, take]
+        return known
 
     def stored_names(self, key: str) -> list[str]:
         """The names in the bucket under which the object at `key` is sought here, the first one first.
@@ -435,13 +437,13 @@ class SignedStore:
     def open_file(self, key: str) -> IO[bytes] | None:
         rules = self._rules(key)
         if rules is None:
-            return open_file(self.beneath, key)
-        return None if is_signed(key) else open_file(self.beneath, self._name(rules, key))
+            return self.beneath.open_file(key)
+        return None if is_signed(key) else self.beneath.open_file(self._name(rules, key))
 
     def without_read_back(self) -> "SignedStore":
         """This store with a `create` that does not read back an object without a signature."""
         found = copy.copy(self)  # what is known is shared
-        found.beneath = without_read_back(self.beneath)
+        found.beneath = self.beneath.without_read_back()
         return found
 
 

@@ -2,12 +2,13 @@
 
 Every replica trains with its own buffers, and publishes with each contribution those that changed since the run's
 start. The base after a round has the buffers of the lowest averaged replica (of the next one if those cannot be read),
-and the first snapshot's values of the unchanged ones. They are not averaged: a mean of counters, masks or running
-maxima is not a value that training gives, and one object is read instead of N.
+and the first snapshot's values of the unchanged ones. Replicas of strangers come last: buffers are taken as they are,
+unscored. They are not averaged: a mean of counters, masks or running maxima is not a value that training gives, and one
+object is read instead of N.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -53,16 +54,20 @@ def buffers_of_base(run_log: RunLog, round_: int) -> dict[str, torch.Tensor]:
     entry = run_log.commit(round_) if round_ else None
     if entry is None:
         return {}
-    return buffers_of(run_log.store, round_, [answer for answer in entry.commit.answers if answer.averaged])
+    averaged = [answer for answer in entry.commit.answers if answer.averaged]
+    return buffers_of(run_log.store, round_, averaged, run_log.run.config.invited)
 
 
-def buffers_of(store: Store, round_: int, averaged: Sequence[Answer]) -> dict[str, torch.Tensor]:
-    """The buffers of the base after a round. `averaged`: the responses that its commit averages, in `replica_id` order.
+def buffers_of(
+    store: Store, round_: int, averaged: Sequence[Answer], invited: Collection[int]
+) -> dict[str, torch.Tensor]:
+    """The buffers of the base after a round: those of the first averaged replica whose object can be read.
 
-    They are those of the first averaged replica whose object can be read. Raises as `buffers_of_base`.
+    `averaged`: the responses that its commit averages, in `replica_id` order. `invited`: ids of strangers' replicas,
+    which come after all others. Raises as `buffers_of_base`.
     """
     reader, failure = ContributionReader(store), None
-    for answer in averaged:
+    for answer in sorted(averaged, key=lambda each: each.replica_id in invited):
         try:
             return read_buffers(store, reader.named(round_, answer))
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:

@@ -61,7 +61,6 @@ from diloco_orchestrator.snapshots.tensor_file import (
     encode_each,
 )
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
-from diloco_orchestrator.store.retrying import without_read_back
 
 T = TypeVar("T")
 
@@ -378,7 +377,7 @@ def _with_own_bytes(
 def _write_file(data: bytes, store: Store, key: str, exists: bool) -> tuple[FileInfo, bool]:
     """Create a snapshot's file unless it exists. Returns the entry of `data`, and whether the object has its bytes."""
     ours = info_of(data)
-    if not exists and without_read_back(store).create(key, data):
+    if not exists and store.without_read_back().create(key, data):
         return ours, True
     del data  # before the existing one is read
     return ours, info_of(store.get(key, 0, ours.size + 1)) == ours

@@ -18,6 +18,7 @@ from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
 
 _COMPILED = "_orig_mod"  # the name under which `torch.compile` holds the module that it wraps
+_RECOMPUTED = "_checkpoint_wrapped_module"  # the same of torch's `checkpoint_wrapper`, which a `state_dict` leaves out
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -40,8 +41,10 @@ def class_name(model: torch.nn.Module) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the names of `torch.compile` wrappers around parts of the model."""
-    return name.replace(f"{_COMPILED}.", "")
+    """A parameter's name without the names of wrappers around parts of the model, of `torch.compile` and of activation
+    checkpointing.
+    """
+    return name.replace(f"{_COMPILED}.", "").replace(f"{_RECOMPUTED}.", "")
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

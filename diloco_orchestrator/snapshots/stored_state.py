@@ -104,7 +104,7 @@ class StoredState:
 
     @property
     def held(self) -> int:
-        """Bytes in this rank."""
+        """Bytes of the saved state that this rank holds in memory."""
         return sum(map(len, self._own.values()))
 
     def owner(self, index: int) -> int:

@@ -24,7 +24,7 @@ from diloco_orchestrator.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.s3 import is_anonymous, pays_for_requests, plain_endpoint
 from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404
 
@@ -49,7 +49,7 @@ _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
 _TRANSIENT = {"ConnectionError", "TimeoutError", "ClientConnectionError", "HTTPClientError", "ClientPayloadError"}
 
 
-class FsspecEngine:
+class FsspecEngine(Store):
     """The store interface over an fsspec filesystem. On a local disk creates are exclusive by an atomic rename."""
 
     def __init__(self, filesystem: AbstractFileSystem, root: str, url: str) -> None:

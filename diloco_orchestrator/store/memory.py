@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import islice, takewhile
 
 from diloco_orchestrator.errors import ObjectMissing
-from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.base import ObjectInfo, Store
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """The store interface over a dict with one lock. Its objects end with the process."""
 
     def __init__(self, url: str = "memory://") -> None:

@@ -26,7 +26,7 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
     unknown_name,
 )
-from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo
+from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo, Store
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
 from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
@@ -85,7 +85,7 @@ _BY_SOURCE: tuple[tuple[str, type[StoreError], str], ...] = (
 _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"os error 28\b|No space left|os error 122\b|507 Insufficient", StoreFull, "Free some space there."),
     (r"os error 30\b", StoreFull, "The file system is read-only: see why (dmesg), and mount it for writing again."),
-    (r"os error 13\b|Permission denied", StoreDenied, "Check that this user may write there."),
+    (r"os error 13\b|Permission denied", StoreDenied, "Check what this user may do there."),
     # A disk or a file server that fails for a moment: EIO, and ESTALE of NFS.
     (r"(os error|Errno) (5|116)\b", StoreUnavailable, "The disk or its file server fails: see dmesg."),
     # The last source of credentials is the service of the machine itself, which only a cloud's machines have.
@@ -129,14 +129,14 @@ def writing_options(limit_s: float) -> "ClientConfig":
     return {**CLIENT_OPTIONS, "timeout": f"{limit_s:.0f}s", "read_timeout": f"{limit_s:.0f}s"}
 
 
-class ObstoreEngine:
+class ObstoreEngine(Store):
     """The store interface over any obstore store.
 
     `multipart`: writes the objects above `single_put_limit` bytes. Without it every object is written in one request,
     which a folder and GCS accept at any size, Azure up to 5,000 MiB. `gives_files`: whether a folder's objects may be
-    mapped into memory. `endpoint`: as `base.KnowsEndpoint`. `writes`: the same store with the credentials
-    that write, where those of `store` read alone. `writer`: makes such a store with the given options of its HTTP
-    client; None for a folder.
+    mapped into memory. `endpoint`: URL of the server, empty for the vendor's own. `writes`: the same store with the
+    credentials that write, where those of `store` read alone. `writer`: makes such a store with the given options of
+    its HTTP client; None for a folder.
     """
 
     def __init__(
@@ -157,9 +157,13 @@ class ObstoreEngine:
         self._limits = UploadLimits()
         self._gives_files = gives_files
         self.url = url
-        self.endpoint = endpoint
+        self._endpoint = endpoint
         self._multipart = multipart
         self._single_put_limit = single_put_limit
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from diloco_orchestrator.clock import Clock, SystemClock, random_token
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, unknown_name
-from diloco_orchestrator.store.base import GivesUrls, Store
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.presigned import ENV_REQUESTS, PresignedStore
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy
@@ -88,8 +88,6 @@ def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, 
     """
     # Through obstore if it can: s3fs signs in a way that newer regions refuse.
     engine = _open_engine(url.removeprefix(_VIA_FSSPEC), storage_options or {}, "auto", must_exist=False)
-    if not isinstance(engine, GivesUrls):
-        raise ConfigError(f"{url} is gone with this process, and nobody else can read from it. Use a bucket.")
     return engine.readable_url(key, lifetime_s)
 
 
@@ -180,8 +178,10 @@ def check_address(url: str) -> None:
     """Raise `ConfigError` for a URL that stores would read as another one, or whose store can hold no run.
 
     The former are such as "s3:/b", "s3//b" and "file://runs/a", or have "#", "?", ".." or an empty part; the latter
-    have no create-only writes.
+    have no create-only writes. Also for bytes that are no text, which obstore ends this process for.
     """
+    if url != url.encode(errors="replace").decode():
+        raise ConfigError(f"{url!a} is no UTF-8. Rename that folder, or, if others show its name, set LC_ALL=C.UTF-8.")
     if (scheme := _SCHEME.match(url)) is None:
         if (found := _NEARLY_A_SCHEME.match(url)) is not None:
             meant = (found[1] or "s3").lower()

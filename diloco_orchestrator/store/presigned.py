@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.s3_errors import BY_CODE
 from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
@@ -66,7 +66,7 @@ class Requests:
             raise ValueError(f"no signed requests: {error}") from None
 
 
-class PresignedStore:
+class PresignedStore(Store):
     """The store interface over the signed requests in `file`, for the folder at `url`.
 
     It deviates from the interface in one point: it lists and reads others' objects as they were when the newest
@@ -80,7 +80,6 @@ class PresignedStore:
     def __init__(self, url: str, file: Path) -> None:
         self.url = url
         self._kind = {"g": "gs", "a": "az"}.get(url[0], "s3")
-        self.endpoint = ""  # each request has its own
         self._file = file
         self._limits = UploadLimits()
         self._opener = urllib.request.build_opener(_Http, _Https)

@@ -10,7 +10,6 @@ from diloco_orchestrator.clock import Background, ThreadBackground, in_parallel,
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def probe(store: Store, background: Background | None = None) -> None:
 
 
 def _check(store: Store, background: Background, first: str, race: str) -> None:
-    racing = without_read_back(store)  # a loser's bytes are never its own
+    racing = store.without_read_back()  # a loser's bytes are never its own
     racers = [partial(racing.create, race, str(number).encode()) for number in range(_RACERS)]
     # Without the right to list, S3 answers 403 for what is missing, which replicas ask for all the time.
     looks = partial(_look_for, store, f"{keys.PROBE}{random_token()}-missing")

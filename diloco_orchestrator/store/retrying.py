@@ -16,11 +16,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, Protocol, TypeVar, runtime_checkable
+from typing import IO, TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store, endpoint_of, open_file
+from diloco_orchestrator.store.base import ObjectInfo, Store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class _Opened:
             return True
 
 
-class RetryingStore:
+class RetryingStore(Store):
     """The store interface over `store`, with retries of transient faults.
 
     Raises the last error once faults have lasted as long as `policy` allows. `rng`: draws the pauses; replicas need
@@ -110,6 +110,7 @@ class RetryingStore:
         is_leaving: Callable[[], bool] = lambda: False,
         reopen: Callable[[], Store] | None = None,
     ) -> None:
+        self.url = store.url
         self._opened = _Opened(store, reopen)
         self._clock = clock
         self._rng = rng
@@ -118,18 +119,14 @@ class RetryingStore:
         self._is_leaving = is_leaving
 
     @property
-    def url(self) -> str:
-        return self._opened.store.url
-
-    @property
     def endpoint(self) -> str:
-        return endpoint_of(self._opened.store)
+        return self._opened.store.endpoint
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._retry("get", lambda store: store.get(key, start, end))
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        return self._retry("get", lambda store: open_file(store, key))
+        return self._retry("get", lambda store: store.open_file(key))
 
     def put(self, key: str, data: bytes) -> None:
         self._retry("put", lambda store: store.put(key, data))
@@ -220,26 +217,9 @@ class RetryingStore:
         return min(total_s, self._policy.leaving_s) if self._is_leaving() else total_s
 
 
-@runtime_checkable
-class ReadsBack(Protocol):
-    """A store whose `create` reads an existing object back to find out whether it is its own, from a lost reply."""
-
-    def without_read_back(self) -> Store:
-        """This store with a `create` that reads no existing object to find out whether it is its own."""
-        ...
-
-
 def _is_ours(store: Store, key: str, data: bytes) -> bool:
     """Whether the existing object has the bytes `data` of our create. Raises `StoreUnavailable` if it is gone."""
     try:
-        return store.get(key) == data
+        return store.get(key, 0, len(data) + 1) == data  # somebody else's may be as large as it likes
     except ObjectMissing as error:  # deleted meanwhile: try the create again
         raise StoreUnavailable(str(error)) from error
-
-
-def without_read_back(store: Store) -> Store:
-    """`store` with a `create` that reads no existing object: False may then mean our own, whose reply was lost.
-
-    It is for objects of many megabytes whose writer need not know who wrote them, or reads them anyway.
-    """
-    return store.without_read_back() if isinstance(store, ReadsBack) else store

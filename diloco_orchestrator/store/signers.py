@@ -82,7 +82,7 @@ class AzureSigner:
         self._endpoint = str(named or f"https://{self._account}.blob.core.windows.net").rstrip("/")
 
     def url_of(self, operation: Operation, key: str, lasts_s: float) -> str:
-        """See `Signs`."""
+        """The URL by which anybody may read, create or overwrite a blob for `lasts_s` seconds, a service SAS."""
         name = f"{self._prefix}/{key}" if self._prefix else key
         ends = f"{datetime.fromtimestamp(self._clock.wall_time() + lasts_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
         protocol = "https" if self._endpoint.startswith("https://") else ""
@@ -119,7 +119,7 @@ class GcsSigner:
         self._endpoint = str(named or "https://storage.googleapis.com").rstrip("/")
 
     def url_of(self, operation: Operation, key: str, lasts_s: float) -> str:
-        """See `Signs`. At most a week of GCS."""
+        """The URL by which anybody may read, create or overwrite an object for `lasts_s` seconds, at most a week."""
         name = f"{self._prefix}/{key}" if self._prefix else key
         path = quote(f"/{self._bucket}/{name}", safe="/~")
         at = f"{datetime.fromtimestamp(self._clock.wall_time(), UTC):%Y%m%dT%H%M%SZ}"

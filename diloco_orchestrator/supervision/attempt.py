@@ -319,14 +319,14 @@ def search_words(event: SearchFailed) -> str:
 def _status_seen(state: Running, event: VendorSaid, now: float, policy: AttemptPolicy) -> Step:
     if event.status.state.ended:
         return _end_by_status(state, event.status, now)
-    started = state.running_since is None and event.status.state is ReplicaState.RUNNING
-    words = f"it runs image {event.status.image}" if started and event.status.image else ""
+    runs_now = event.status.state is ReplicaState.RUNNING and (state.running_since is None or state.pending)
+    words = f"it runs image {event.status.image}" if runs_now and event.status.image else ""
     pending = event.status.state is ReplicaState.PENDING
     waits_for = (event.status.message or event.status.native_state) if pending else ""
     effects: tuple[Effect, ...] = ()
     if waits_for != state.waits_for:
         words, effects = f"it has not started yet: {waits_for}" if waits_for else words, (WriteWaiting(waits_for),)
-    running_since = now if started else state.running_since
+    running_since = now if state.running_since is None and event.status.has_machine else state.running_since
     seen = replace(state, running_since=running_since, blind_since=None, pending=pending, waits_for=waits_for)
     return Step(seen, effects, words)
 
@@ -415,11 +415,17 @@ def _cancel_search_later(state: Cancelling, event: SearchFailed, now: float, pol
     return Step(replace(state, search_at=now + policy.retry_denied_s), (), search_words(event))
 
 
-@on(Cancelling, (LaunchDenied, LaunchUnavailable, LaunchFailed), to=Ended)
+@on(Cancelling, (LaunchDenied, LaunchFailed), to=Ended)
 def _cancel_unlaunched(
-    state: Cancelling, event: LaunchDenied | LaunchUnavailable | LaunchFailed, now: float, policy: AttemptPolicy
+    state: Cancelling, event: LaunchDenied | LaunchFailed, now: float, policy: AttemptPolicy
 ) -> Step:
     return end_step(state, Outcome.ERROR, state.why, now)
+
+
+@on(Cancelling, LaunchUnavailable)
+def _cancel_unanswered(state: Cancelling, event: LaunchUnavailable, now: float, policy: AttemptPolicy) -> Step:
+    """Search for the process: the provider may have started it, and its reply was lost."""
+    return Step(replace(state, search_at=now))
 
 
 @on(Cancelling, HandleSeen, to=(Cancelling, Ended))
@@ -448,10 +454,15 @@ def _cancel_accepted(state: Cancelling, event: CancelAccepted, now: float, polic
 
 @on(Cancelling, CancelFailed, to=(Cancelling, Ended))
 def _cancel_failed(state: Cancelling, event: CancelFailed, now: float, policy: AttemptPolicy) -> Step:
-    """Repeat the refused cancel at the next `Tick` event; if the status is unknown, end the attempt instead."""
-    if state.blind:
+    """Repeat the refused cancel after a pause; if the status is unknown too, end the attempt after `cancelled_for_s`.
+
+    A provider that is away for a minute knows the process again after that; one on another host is never cancelled
+    from here.
+    """
+    if state.blind and now - state.cancelled_at > policy.cancelled_for_s:
         return end_step(state, Outcome.ERROR, state.why, now)
-    return Step(state, (), f"it could not be cancelled: {event.error}")
+    call_at = now + policy.retry_cancel_s
+    return Step(replace(state, call_at=call_at), (), f"it could not be cancelled: {event.error}")
 
 
 @on(Cancelling, Tick, to=(Cancelling, Ended))

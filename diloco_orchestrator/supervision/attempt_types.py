@@ -95,7 +95,7 @@ class Running(Alive):
     """State: launched, with the handle by which the provider knows it, which may still be waiting for a machine."""
 
     handle: ReplicaHandle
-    running_since: float | None = None  # when the provider first reported RUNNING
+    running_since: float | None = None  # when the provider first reported that it has a machine
     blind_since: float | None = None  # since when the provider cannot report its status; None: it can
     pending: bool = False  # the provider's last report: it waits for a machine
     waits_for: str = ""  # why it has no machine yet, in the provider's last words; empty once it has one
@@ -425,8 +425,14 @@ class AttemptPolicy:
     """How long an attempt whose id is vacated has to leave by itself before its provider is asked to end it: it reads
     the cancel record beside its next heartbeat, at most a third of `hung_after_s` later, and publishes what it has.
     """
+    retry_cancel_s: float = 10.0
+    """The pause between two tries of a cancel that the provider refused or did not answer: a machine costs money until
+    one succeeds, and a provider that limits requests is not asked every second.
+    """
     cancelled_for_s: float = 120.0
-    """How long after a cancel an attempt counts as alive if no end is reported. A lost machine never reports one."""
+    """How long after a cancel an attempt counts as alive if no end is reported. A lost machine never reports one. Also
+    how long a cancel is repeated while the provider reports no status either.
+    """
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

@@ -51,6 +51,19 @@ def next_round_usd(used: LegCost, committed_at: Sequence[float], now: float) -> 
     return used.rate_usd / 3600 * (left_s + seconds + _END_S)
 
 
+def patience_s(config: RunConfig, times: Sequence[float]) -> float:
+    """Seconds after `max_hours` within which the open round has to end: twice as long as the longest of the last ones.
+
+    At least `timing.round_timeout_s`; as long again as `max_hours` before the first commit, when nobody knows how long
+    a round is. `times`: of the newest commits, oldest first, and of the leg's begin before them where they are all, in
+    seconds since 1970.
+    """
+    longest_s = max((after - before for before, after in pairwise(times)), default=None)
+    if longest_s is None:
+        return 3600 * (config.max_hours or 0.0)
+    return max(config.timing.round_timeout_s, 2 * longest_s)
+
+
 def check_cost_limit(config: RunConfig, hourly_usd: Sequence[float | None]) -> None:
     """Raise `ConfigError` if `max_cost_usd` is set and the price of a replica's machine is not known (None)."""
     unknown = [i for i, price in enumerate(hourly_usd) if price is None]
@@ -110,8 +123,8 @@ class LegBudget:
         """Request a halt of the run once its hours are used up, or its dollars do not pay for another round.
 
         Both count since its last start or resume. Returns the reason to stop the run in mid-round, where all dollars
-        are used up; else empty. Reads costs at most every 5 s. `now`: seconds on this process's monotonic clock;
-        `wall_time`: seconds since 1970.
+        are used up, or the open round does not end; else empty. Reads costs at most every 5 s. `now`: seconds on this
+        process's monotonic clock; `wall_time`: seconds since 1970.
         """
         if self._unlimited or (self._next_at is not None and now < self._next_at):
             return ""
@@ -124,10 +137,20 @@ class LegBudget:
         reason = limit_reached(config, used, next_usd)
         if reason and not self._asked:
             log.warning("halting the run: %s", reason)
-            self._asked = True
             with suppress(ConfigError):  # the leg has just ended
                 request_halt(self._reader.log, self._by, reason, self._stamp)
-        return reason if self.left_usd is not None and self.left_usd <= 0 else ""
+            self._asked = True
+        if self.left_usd is not None and self.left_usd <= 0:
+            return reason
+        over_s = 0.0 if config.max_hours is None else 3600 * (used.hours - config.max_hours)
+        if over_s > 0 and over_s > patience_s(config, self._times()):
+            return f"{reason}, and the open round has not ended in {over_s / 60:.0f} minutes since"
+        return ""
+
+    def _times(self) -> list[float]:
+        """Times of the newest commits of the leg, oldest first, and of its begin before them where they are all."""
+        found = self._newest_commits()
+        return [self._begin.at, *found] if len(found) < _LAST_ROUNDS else found
 
     def _committed_at(self) -> list[float]:
         """Times of the newest commits of the leg, oldest first; empty while its last training round is open."""
@@ -135,6 +158,14 @@ class LegBudget:
         newest = log.newest(begin)
         if newest is None or newest.commit.outer_step + 1 >= begin.from_outer_step + begin.outer_steps:
             return []
+        return self._newest_commits()
+
+    def _newest_commits(self) -> list[float]:
+        """Times of the newest commits of the leg, oldest first."""
+        newest = self._reader.log.newest(self._begin)
+        if newest is None or newest.commit.leg != self._begin.leg:
+            return []
         last = newest.commit.round
-        entries = [log.commit(each) for each in range(max(begin.after_round, last - _LAST_ROUNDS) + 1, last + 1)]
+        rounds = range(max(self._begin.after_round, last - _LAST_ROUNDS) + 1, last + 1)
+        entries = [self._reader.log.commit(each) for each in rounds]
         return [entry.commit.at for entry in entries if entry is not None]

@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, in_parallel
 from diloco_orchestrator.errors import StoreError
@@ -156,9 +157,7 @@ class Fleet:
 
     def _intent(self, launch: Launch) -> Intent:
         return Intent(
-            **self._stamp(),
-            replica_id=launch.replica_id,
-            attempt=launch.attempt,
+            **self._about((launch.replica_id, launch.attempt)),
             leg=self._leg,
             executor=launch.place or self._vendor.name,
             why=launch.why,
@@ -272,29 +271,13 @@ class Fleet:
             case AbandonLaunch():
                 self._vendor.abandon_launch(who)
             case WriteHandle(handle, hourly_usd):
-                self._writer.create(
-                    Handle(
-                        **self._stamp(),
-                        replica_id=replica_id,
-                        attempt=number,
-                        handle=handle.to_json(),
-                        hourly_usd=hourly_usd,
-                    )
-                )
+                self._writer.create(Handle(**self._about(who), handle=handle.to_json(), hourly_usd=hourly_usd))
             case WriteWaiting(why):
-                self._writer.overwrite(Waiting(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
+                self._writer.overwrite(Waiting(**self._about(who), reason=why))
             case WriteCancel(why):
-                self._writer.create(Cancel(**self._stamp(), replica_id=replica_id, attempt=number, reason=why))
+                self._writer.create(Cancel(**self._about(who), reason=why))
             case WriteOut(why):
-                out = Out(
-                    **self._stamp(),
-                    leg=self._leg,
-                    replica_id=replica_id,
-                    attempt=number,
-                    by=coordinator_name(),
-                    reason=why,
-                )
-                self._writer.create(out)
+                self._writer.create(Out(**self._about(who), leg=self._leg, by=coordinator_name(), reason=why))
             case CallCancel(handle):
                 return [self._vendor.cancel(handle)]
             case CallFind():
@@ -305,6 +288,10 @@ class Fleet:
                     return [ClaimLost()]
                 self._recover({replica_id: numbers})
         return []
+
+    def _about(self, who: Who) -> dict[str, Any]:
+        """The fields that every record about an attempt has, with a new stamp."""
+        return {**self._stamp(), "replica_id": who[0], "attempt": who[1]}
 
     # -- recovery ------------------------------------------------------------------------------------------------
 

@@ -280,14 +280,16 @@ def hung_reason(state: State, now: float, policy: AttemptPolicy, watched_since: 
     Silence before `watched_since` does not count: heartbeats could not be written, or were not read here.
     """
     silent_s = min(silence_s(state, now, policy), now - watched_since)
-    return f"hung: no heartbeat for {silent_s:.0f} s" if silent_s > policy.hung_after_s else ""
+    why = f" ({state.waits_for})" if isinstance(state, Running) and state.waits_for else ""
+    return f"hung: no heartbeat for {silent_s:.0f} s{why}" if silent_s > policy.hung_after_s else ""
 
 
 def silence_s(state: State, now: float, policy: AttemptPolicy) -> float:
     """Seconds without a heartbeat, for the hung check. 0 for an attempt that is being cancelled or has ended.
 
     It is also 0 until `startup_timeout_s` for an attempt that never sent one; from then on its silence counts since the
-    provider reported RUNNING, or stopped responding. Waiting for a machine is not silence.
+    provider reported that it has a machine, or stopped responding. Waiting for a machine is not silence; a machine that
+    cannot start the attempt, as without its image, costs money.
     """
     if not isinstance(state, Alive) or isinstance(state, Cancelling):
         return 0.0

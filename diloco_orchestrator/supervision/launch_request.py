@@ -15,7 +15,7 @@ from diloco_orchestrator.code_archive import bootstrap
 from diloco_orchestrator.code_archive.pack import Archive, CodeBundle, pack
 from diloco_orchestrator.code_archive.requirements import Requirements
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, as_config_errors
 from diloco_orchestrator.executors.contract import (
     LaunchRequest,
     ServerlessExecutor,
@@ -47,12 +47,13 @@ def archive_for(
     entrypoint: str,
     url: str,
     requirements: Requirements | None = None,
+    args: Collection[str] = (),
 ) -> Archive | None:
     """The code archive of a new run; None if replicas share this machine and `code` is not given.
 
     For replicas elsewhere without `code`, the package or module of `entrypoint` ("module:function") is packed. `url`,
-    the run's folder, decides which extras of our package replicas install. Raises `ConfigError` for code that cannot be
-    packed, or requirements that this machine lacks if replicas share it.
+    the run's folder, decides which extras of our package replicas install; `args`: names of the run's arguments. Raises
+    `ConfigError` for code that cannot be packed, or requirements that this machine lacks if replicas share it.
     """
     if executor.shares_machine and requirements is not None and (absent := requirements.missing_here()):
         raise ConfigError(
@@ -60,7 +61,7 @@ def archive_for(
         )
     if executor.shares_machine and code is None:
         return None
-    return pack(code, entrypoint, extras_for(url), requirements)
+    return pack(code, entrypoint, extras_for(url), requirements, args)
 
 
 def extras_for(url: str) -> list[str]:
@@ -119,15 +120,13 @@ class LaunchRequests:
         prices are known if dollars are limited.
         """
         config = self.run.config
-        try:
+        with as_config_errors():
             requests = at_each_place(
                 executor, [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
             )
             for request in requests:
                 executor.plan(request)
             executor.check_machine()
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         if self.operator is not None and offers_to_machines(executor, config, without_keys=True):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
@@ -267,10 +266,8 @@ def check_images(run_log: RunLog, executor: ServerlessExecutor) -> None:
         for each in range(run.config.most_replicas)
     ]
     requests = at_each_place(executor, requests)
-    try:
+    with as_config_errors():
         used = any(executor.plan(request) != executor.plan(replace(request, images={})) for request in requests)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if used:
         raise ConfigError(
             f"{run_log.store.url} gives digests for the images {', '.join(sorted(run.images))}, and {why}: whoever may "

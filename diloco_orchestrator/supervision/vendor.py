@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from diloco_orchestrator.clock import Background, Clock
+from diloco_orchestrator.executors.answers import failure_here
 from diloco_orchestrator.executors.contract import (
     ExecutorDenied,
     ExecutorError,
@@ -163,7 +164,7 @@ class Vendor:
             return [(who, VendorBlind()) for who in whose]
         except MissingSdk:
             raise
-        except ExecutorError as error:
+        except (ExecutorError, OSError) as error:
             log.warning("the provider reported no status this time: %s", error)
             return [(who, VendorBlind()) for who in whose]
         self._denied_since = None
@@ -192,7 +193,7 @@ class Vendor:
         """The error in the exit line of an attempt's output; empty if it printed none or its output cannot be read."""
         try:
             fields = parse_exit_line(self._executor.logs(handle, tail=_TAIL_LINES)) or {}
-        except ExecutorError:
+        except (ExecutorError, OSError):
             return ""
         error = fields.get("error")
         return self._requests.without_secrets(error.strip()) if isinstance(error, str) else ""
@@ -201,7 +202,7 @@ class Vendor:
         """The last 65,536 characters of an attempt's output, credentials redacted; empty if it cannot be read."""
         try:
             text = "\n".join(self._executor.logs(handle, tail=_KEPT_LINES))
-        except ExecutorError as error:
+        except (ExecutorError, OSError) as error:
             log.warning("the output of replica %d could not be kept: %s", handle.replica_id, error)
             return ""
         return self._requests.without_secrets(text)[-_KEPT_CHARACTERS:]
@@ -210,7 +211,7 @@ class Vendor:
         """Send a cancel to the provider. An error becomes the event `CancelFailed`."""
         try:
             self._executor.cancel(handle)
-        except ExecutorError as error:
+        except (ExecutorError, OSError) as error:
             return CancelFailed(self._requests.without_secrets(str(error)))
         return CancelAccepted()
 
@@ -218,7 +219,7 @@ class Vendor:
         """Search the provider for the process of an attempt, which a dead coordinator may have launched."""
         try:
             known = self._executor.find(run_id)
-        except ExecutorError as error:
+        except (ExecutorError, OSError) as error:
             return SearchFailed(self._requests.without_secrets(str(error)))
         return SearchDone(next((each for each in known if (each.replica_id, each.attempt) == who), None))
 
@@ -247,5 +248,10 @@ def _answer(
         return LaunchFailed(Outcome.PERMANENT, hide(f"the executor cannot launch it: {error}"))
     except NoCapacity as error:
         return LaunchFailed(Outcome.NO_CAPACITY, hide(f"no machine: {error}"))
-    except (ExecutorError, OSError) as error:
+    except OSError as error:
+        failure = failure_here("launching it", error)
+        if isinstance(failure, Unavailable):  # what the call has started is adopted by the next one
+            return LaunchUnavailable(hide(str(failure)), None, spread)
+        return LaunchFailed(Outcome.ERROR, hide(f"it could not be launched: {error}"))
+    except ExecutorError as error:
         return LaunchFailed(Outcome.ERROR, hide(f"it could not be launched: {error}"))

@@ -45,7 +45,7 @@ class MockManager(TorchftManager):
 
     def start(self, own: OwnModel, outer: OuterConfig | None) -> Rounds:
         """Rounds in memory whose first base holds copies of the parameters, which must be whole in this process."""
-        if own.in_ranks is not None:
+        if not own.is_whole:
             raise ConfigError("a MockManager has no rounds for a sharded model, or for several ranks.")
         self._outer = outer or self._outer
         self._rounds = rounds = _RoundsInMemory(

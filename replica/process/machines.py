@@ -100,11 +100,15 @@ class Link:
 
         `key`: the attempt's. Raises ValueError for anybody else, such as a port scanner.
         """
-        said = self.read()
+        try:
+            said = self.read()
+        except RecursionError:  # of JSON that is nested without end
+            raise ValueError("no machine of this attempt") from None
         if said == [] and len(self._rest) < _HELLO_BYTES:
             return None
         first = said[0] if said else None
-        if not isinstance(first, dict) or not hmac.compare_digest(str(first.get("key")), key):
+        # Texts that are not ASCII could not be compared, bytes can.
+        if not isinstance(first, dict) or not hmac.compare_digest(str(first.get("key")).encode(), key.encode()):
             raise ValueError("no machine of this attempt")
         return int(first["machine"])
 

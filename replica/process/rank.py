@@ -161,12 +161,12 @@ def _train(
     background = ThreadBackground()
     attempt = adopt(environ, notice, background)
     load_training_libraries(environ)
-    beats = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
+    stop_beating = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
     try:
         ranks = joined(place, store=attempt.store, background=background)
         return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice, ranks)
     finally:
-        beats.stop()
+        stop_beating()
         events.alive(attempt.pulse)  # as it is at the end
 
 

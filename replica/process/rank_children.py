@@ -136,7 +136,7 @@ class RankChildren:
             self._selector.unregister(stream)
             stream.close()
         *lines, rest = (child.rest.get(name, b"") + data).split(b"\n")
-        if not data and rest:
+        if not data and rest and name == "output":  # an event that is cut off is of a rank that was killed
             lines, rest = [*lines, rest], b""
         child.rest[name] = rest
         for line in lines:

@@ -19,7 +19,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from diloco_orchestrator.clock import Background, Clock, Periodic, random_token
+from diloco_orchestrator.clock import Background, Clock, random_token
 from diloco_orchestrator.errors import (
     BaseDiverged,
     ConfigError,
@@ -181,8 +181,8 @@ def run_attempt(
             dump_stacks_after(silent_s)
             writer.beat()
 
-        heartbeat = background.every(attempt.config.timing.heartbeat_s, beat)
-        return _Joined(attempt, heartbeat, caught(lambda: _ended_before(attempt)))
+        stop_beating = background.every(attempt.config.timing.heartbeat_s, beat)
+        return _Joined(attempt, stop_beating, caught(lambda: _ended_before(attempt)))
 
     with OutputTail() as output:
         configure_logging(replica_id, number)
@@ -204,7 +204,7 @@ def run_attempt(
             ending = call_entrypoint(joined.attempt, load_entrypoint, notice)
         if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
             ending = replace(ending, reason="vacated: the run was scaled down")
-        joined.heartbeat.stop()
+        joined.stop_beating()
         if ending.error:
             print(redact(ending.error, environ), file=sys.stderr)
         unrecorded = write_exit_record(joined.attempt, ending, output.text(), environ)
@@ -224,10 +224,10 @@ def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
 
 @dataclass(frozen=True)
 class _Joined:
-    """An attempt that this process has claimed, its running heartbeat, and how it ended if the run is over."""
+    """An attempt that this process has claimed, what stops its heartbeat, and how it ended if the run is over."""
 
     attempt: Attempt
-    heartbeat: Periodic
+    stop_beating: Callable[[], None]
     ended: Ending | None
 
 

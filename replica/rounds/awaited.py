@@ -27,13 +27,14 @@ class AwaitedReplicas:
         self._timing = timing
         self._attempts = AttemptRecords(attempt.store)
         self._late: set[int] = set()  # replicas whose manifest of the last closed round is not in its commit
+        self._read_of_last: set[int] = set()  # replicas whose manifest of that round was read after its commit
         self._out: dict[int, int] = {}  # replicas that are given up or vacated, and the open round when that was read
         self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
         self.start_waiting()
 
     def open_round(self) -> None:
         """Forget the late manifests of the round before the last one, because a new round is open."""
-        self._late = set()
+        self._late, self._read_of_last = set(), set()
 
     def start_waiting(self) -> None:
         """Mark the end of this replica's training, from which pauses between polls count."""
@@ -47,7 +48,7 @@ class AwaitedReplicas:
     def out(self) -> tuple[int, ...]:
         """Replicas that were given up or vacated, except those that have since responded to a later round."""
         round_, now_there = self._tip.open.round, {answer.replica_id for answer in self._received.answers()}
-        for replica_id, since in self._out.items():
+        for replica_id, since in dict(self._out).items():  # `read_out`, in another thread, may add one meanwhile
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
                 self._back.add(replica_id)
         return tuple(sorted(self._out.keys() - self._back))
@@ -66,7 +67,8 @@ class AwaitedReplicas:
         decided = last.decided_about() if last else set()
         if last is None or not self._timing.elastic or len(decided) == replicas:
             return
-        found = self._received.late_in(last.round, replicas, but={*decided, *self._late})
+        self._read_of_last |= decided
+        found = self._received.late_in(last.round, replicas, self._read_of_last)
         self._late |= {manifest.replica_id for manifest in found}
         self._timing.record(found)
 

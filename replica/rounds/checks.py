@@ -75,9 +75,10 @@ class Checks:
         ]
 
     def named(self) -> tuple[CheckNamed, ...] | None:
-        """Records of findings on which a commit of the open round relies, in replica order.
+        """The check records that a commit of the open round names, in replica order.
 
-        None in a round by gather in which no contribution is scored.
+        In them replicas report which payload shards they found false, and how they scored contributions. None in a
+        round in which nobody checks or scores: every replica averages all payloads by itself.
         """
         if self._tip.dealing is None and not self._work.is_due:
             return None

@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
-from diloco_orchestrator.protocol.claims import judged, shared_claim, wrong_bases
+from diloco_orchestrator.protocol.claims import judged, shared_claim, that_count, wrong_bases
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Answer, Commit, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
@@ -101,6 +101,7 @@ class RoundCloser:
                 if (entry := self._commit_of_others()) is not None:
                     return self._apply(entry, keep_average)
                 if not self._received.confirm_own(attempt.replica_id, self._round):
+                    self._contributor.created = None  # it is read from the bucket now, as the others read it
                     continue
             if decision.action is not rounds.Action.WAIT and not self._halt_asked:
                 self._read_halt()
@@ -218,8 +219,9 @@ class RoundCloser:
         The digest is that of most manifests received so far, None without any.
         """
         claims = self._received.claims()
-        shared = shared_claim(claims, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
-        if self._checks.averages.proved and sum(claim.digest == self._claims.digest for claim in claims) > 1:
+        counted = that_count(claims, self._attempt.config.invited)
+        shared = shared_claim(counted, self._claims.digest, own_is_rebuilt=self._claims.is_rebuilt)
+        if self._checks.averages.proved and sum(claim.digest == self._claims.digest for claim in counted) > 1:
             shared = self._claims.digest  # most may have trained from a false base; two that rebuilt theirs agree
         answers = judged(self._received.answers(), claims, shared)
         view = self._timing.view(answers, self._awaited.out())
@@ -238,7 +240,7 @@ class RoundCloser:
         it.
         """
         claims = self._received.claims()
-        alone = self._claims.confirms_alone(claims)
+        alone, claims = self._claims.confirms_alone(claims), that_count(claims, self._attempt.config.invited)
         if not alone and not self._claims.contradicted(claims):
             return False
         view = self._timing.view(self._received.answers(), self._awaited.out())

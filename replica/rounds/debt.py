@@ -38,6 +38,7 @@ Origins = tuple[Origin, ...]
 Missing = tuple[tuple[int, float], ...]  # round and share of residuals
 Term = tuple[Vector, float]  # of a debt: a vector and its factor
 _WHAT = "the residual of a contribution"
+_MOST_CARRIED = 32  # origins of a carry that are still listed as carried
 _SHARDS_AT_ONCE = 4  # each is in memory until it is in the cache
 
 
@@ -156,9 +157,10 @@ class Debt:
         """`pseudo_gradient` plus the debt of `fragment`: unaveraged work, weighted by its staleness in `round_`, and
         residual.
 
-        `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, or
-        because it started from a wrong base. `missing` lists the residual if nobody has kept it. A repeated call gives
-        the same. The caller closes the result, in every rank.
+        `dropped` of the result lists work given up: by the setting `late`, because its payload cannot be read, because
+        it started from a wrong base, or because it came late so often that less than a thousandth of it is left in the
+        carry. (Else a manifest would grow with every round that its author misses.) `missing` lists the residual if
+        nobody has kept it. A repeated call gives the same. The caller closes the result, in every rank.
         """
         dropped = tuple(origin for since in sorted(self._dropped) for origin in self._dropped[since])
         carried = self._carried.get(fragment)
@@ -175,7 +177,8 @@ class Debt:
             return self._with(pseudo_gradient, [], (), (), (*dropped, *carried.origins))
         residual, missing = self._residual_of_newest(fragment)
         debt = [*residual, (payload, carry_weight(staleness))]
-        return self._with(pseudo_gradient, debt, missing, carried.origins, dropped)
+        faded, origins = carried.origins[:-_MOST_CARRIED], carried.origins[-_MOST_CARRIED:]
+        return self._with(pseudo_gradient, debt, missing, origins, (*dropped, *faded))
 
     def _with(
         self, pseudo_gradient: Vector, debt: Sequence[Term], missing: Missing, carried: Origins, dropped: Origins

@@ -47,7 +47,6 @@ from diloco_orchestrator.snapshots.model_tensors import digest_of
 from diloco_orchestrator.snapshots.rebuild import FirstBase, stored_base
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from diloco_orchestrator.store.base import Store
-from diloco_orchestrator.store.retrying import without_read_back
 
 log = logging.getLogger(__name__)
 
@@ -318,7 +317,7 @@ class _FirstSnapshot:
         link = functools.cache(functools.partial(_link_of, attempt))
         self.path = path_of(attempt.config, numels, link)
         shard_numel = shard_numel_of(attempt.config, self.path, numels, link)
-        self.base = own.values.first_base(attempt.config.outer, own.fragments, shard_numel)
+        self.base = own.first_base(attempt.config.outer, shard_numel)
         self.take: str | None = None
         self.buffers = sorted(own.untrained.buffers.first)
         self._attempt, self._owners = attempt, attempt.owners
@@ -425,7 +424,7 @@ def _put(data: bytes, store: Store, key: str, exists: bool, yields: bool) -> tup
     `yields`: whether it is not even read if another replica creates it first.
     """
     # Without reading back: a replica with equal values would take the file for its own and write the next one too.
-    if not exists and without_read_back(store).create(key, data):
+    if not exists and store.without_read_back().create(key, data):
         return info_of(data), _Put.OURS
     if not exists and yields:
         return info_of(data), _Put.LOST

@@ -1,7 +1,7 @@
-"""`Rounds` and `RunRounds`: the interface between a training loop and the rounds that it takes part in.
+"""`Rounds`: the interface between a training loop and the rounds that it takes part in.
 
-`Participant` implements both over a bucket, `MockManager` implements `Rounds` in memory. `Rounds` suffices for a loop
-without a session. All calls come from the training thread unless a method says otherwise.
+`Participant` implements it over a bucket, and has what a supervised run needs beside it; `MockManager` implements it in
+memory. All calls come from the training thread unless a method says otherwise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,6 @@ import torch
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Consumed, Contribution, Metric, Progress, Score, VaultScore
-from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
-from diloco_orchestrator.replica.rounds.replica_buffers import ReplicaBuffers
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.snapshots.state_file import StateFile
 
@@ -90,106 +88,5 @@ class Rounds(Protocol):
 
         `keep_average`: return the averaged pseudo-gradient, at the cost of a fragment's size in memory. Raises as
         `RoundCloser.close` does; the round is then not in flight any more, and what was published stays.
-        """
-        ...
-
-
-class RunRounds(Rounds, Protocol):
-    """`Rounds` plus what a supervised run needs: commits without this replica, restarts, scores, snapshots, the end.
-
-    Only `publish_scores`, `announce`, `write_snapshot_if_due` and `finish_leg`, of the methods added here, write to the
-    bucket. Each may be repeated: existing objects stay as they are. A leg is the run from a start or resume to the next
-    stop.
-    """
-
-    @property
-    def history(self) -> ContributionHistory:
-        """The manifests of this replica, by any attempt. It must not be used while a round is in flight."""
-        ...
-
-    @property
-    def buffers(self) -> ReplicaBuffers:
-        """The persistent buffers of the attached model. They must not be changed while a round is in flight."""
-        ...
-
-    @property
-    def own(self) -> Contribution | None:
-        """This replica's contribution to the open round, by any attempt; None before `publish` made or found it."""
-        ...
-
-    @property
-    def elastic(self) -> bool:
-        """Whether rounds may end without this replica and average fewer inner steps of it. Fixed for the whole run."""
-        ...
-
-    def score_strangers_by(
-        self,
-        measure: Callable[[Base], Sequence[float]],
-        dealt: Callable[[Base, Contribution], tuple[Sequence[float], Sequence[float]]] | None = None,
-    ) -> None:
-        """Have `close` score strangers' contributions, in the thread that calls it, before they are averaged.
-
-        Scores are higher for better models, and both functions must leave the model as it was.
-
-        Args:
-            measure: scores of a base on the held-out items that the open round deals to this replica.
-            dealt: scores of a base on training items that the open round deals to a contribution's author, and on as
-                many that it deals to others, the same ones at each call; None: it deals none, or they cannot be scored.
-        """
-        ...
-
-    def publish_scores(self, fields: ContributionFields) -> None:
-        """Contribute scores to the final evaluation round, which takes no pseudo-gradient; at most once."""
-        ...
-
-    def await_published(self) -> None:
-        """Block until the contribution published in the background is in the bucket. Raises errors of publishing."""
-        ...
-
-    def committed(self, *, if_due: bool = False) -> bool:
-        """Whether the open round was committed without waiting for this replica. One GET request.
-
-        `if_due`: make no request and return False where a commit is unlikely (`RoundTiming.poll_due`), so that the
-        method can be called between any two inner steps.
-        """
-        ...
-
-    def is_behind(self, steps: int, steps_s: float) -> bool:
-        """Whether to contribute the round's `steps` inner steps now, which took `steps_s` seconds.
-
-        `RoundTiming.is_behind` has the rule.
-        """
-        ...
-
-    def announce(self) -> None:
-        """Publish that this replica is back, so that the next round waits for it, unless it would anyway."""
-        ...
-
-    def reopen(self, round_: int) -> None:
-        """Go back to a closed round since the last resume and its base, to train it again as a restarted attempt would.
-
-        No round may be in flight. Raises the errors of rebuilding a base; then nothing has changed.
-        """
-        ...
-
-    def write_snapshot_if_due(self) -> bool:
-        """Begin to write the snapshot of the base in the background, if it is due and this replica's turn.
-
-        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one. Write errors are
-        raised by the next `close`. A missing or incomplete snapshot only makes later rebuilds longer.
-        """
-        ...
-
-    def finish_leg(self) -> bool:
-        """After the stop: write the last snapshot and `result.json` unless others do.
-
-        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one.
-        """
-        ...
-
-    def give_up(self) -> None:
-        """Make a round in flight end with an error where it would wait for others, because its result is not needed.
-
-        Safe to repeat, and to call without a round in flight.
         """
         ...

@@ -1,4 +1,4 @@
-"""`Participant`: one replica's part in the rounds of a run, over a bucket. Implements `RunRounds`.
+"""`Participant`: one replica's part in the rounds of a run, over a bucket. Implements `Rounds`.
 
 Per round there is at most one `publish` and one `close`. The work is done in `tip`, `base_claims`, `timing`,
 `contribute` and `close_round`. Depends on no training loop.
@@ -13,7 +13,7 @@ round changes between two inner steps of training: only `close` makes the next r
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from diloco_orchestrator.allreduce.vectors import Vector
 from diloco_orchestrator.clock import Background, Clock
@@ -43,14 +43,17 @@ from diloco_orchestrator.snapshots.layout import ModelFiles
 class Transfer:
     """Runs one round's calls in the background: `contribute` at once, then the call passed to `close`.
 
-    Everything that these calls use belongs to the background until `wait` has returned or raised. `round_`: for the
-    log. Errors of either call are kept, and raised with their type by `raise_error` and `wait`.
+    Everything that these calls use belongs to the background until `wait` has returned or raised. `open`: the open
+    round, as training sees it meanwhile. Errors of either call are kept, and raised with their type by `raise_error`
+    and `wait`.
     """
 
-    def __init__(self, background: Background, clock: Clock, round_: int, contribute: Callable[[], object]) -> None:
+    def __init__(
+        self, background: Background, clock: Clock, opened: OpenRound, contribute: Callable[[], object]
+    ) -> None:
         self._background = background
         self._clock = clock
-        self._round = round_
+        self.open = opened
         self._began_at = self._ended_at = clock.now()
         self._published = background.start(contribute)
         self._closed: Future[ClosedRound] | None = None
@@ -82,7 +85,7 @@ class Transfer:
         began_at = self._clock.now()
         closed = self._closed.result()
         waited_s, whole_s = self._clock.now() - began_at, self._ended_at - self._began_at
-        log.info("round %d: waited %.1f s of %.1f s", self._round, min(waited_s, whole_s), whole_s)
+        log.info("round %d: waited %.1f s of %.1f s", self.open.round, min(waited_s, whole_s), whole_s)
         return closed
 
     def _close_once_published(self, close: Callable[[], ClosedRound]) -> ClosedRound:
@@ -95,17 +98,11 @@ class Transfer:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A round that a background thread publishes and closes, and the open round as training sees it meanwhile."""
-
-    open: OpenRound
-    transfer: Transfer
-
-
 class Participant:
-    """One replica's part in the rounds of a run, one call at a time. Created by `join`; `RunRounds` documents its
-    methods.
+    """One replica's part in the rounds of a run, one call at a time. Created by `join`.
+
+    `Rounds` documents what any loop needs. The other methods are for supervised runs: commits without this replica,
+    restarts, scores, snapshots, the end. Each may be repeated: existing objects stay as they are.
     """
 
     def __init__(self, attempt: Attempt, tip: HeldTip, requests: ReuploadRequests, files: ModelFiles) -> None:
@@ -118,7 +115,8 @@ class Participant:
         self._closer = RoundCloser(attempt, tip, self._claims, requests, self._timing, self._contributor)
         self._snapshots = SnapshotWriter(attempt, tip, self._claims, files)
         self._segments = SegmentWriter(attempt, tip)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: Transfer | None = None
+        # This replica's manifests, by any attempt, and the model's persistent buffers: not for use in flight.
         self.history = self._contributor.history
         self.buffers = ReplicaBuffers(attempt, tip, self.history, files)
         self._contributor.recover()
@@ -150,7 +148,7 @@ class Participant:
         check_start(found.record, own, attempt)
         requests = ReuploadRequests(attempt)
         tip = HeldTip(attempt, requests.rebuild(first=first), tuple(map(tuple, own.fragments)))
-        if not tip.position.round and not own.values.are_those_of(tip.base):
+        if not tip.position.round and not own.has_values_of(tip.base):
             log.warning("this replica's first values differ from the run's first base; it takes those of snapshot 0")
         return cls(attempt, tip, requests, own.files)
 
@@ -168,10 +166,12 @@ class Participant:
 
     @property
     def own(self) -> Contribution | None:
+        """This replica's contribution to the open round, by any attempt; None before `publish` made or found it."""
         return self._contributor.own
 
     @property
     def elastic(self) -> bool:
+        """Whether rounds may end without this replica and average fewer inner steps of it. Fixed for the whole run."""
         return self._timing.elastic
 
     # -- a round -------------------------------------------------------------------------------------------------
@@ -193,12 +193,13 @@ class Participant:
 
     def close_beside_training(self, then: Callable[[], None] = lambda: None, *, keep_average: bool = False) -> None:
         flight = self._in_flight or self._begin(lambda: None)
-        flight.transfer.raise_error()
-        flight.transfer.close(lambda: self._close(then, keep_average))
+        flight.raise_error()
+        flight.close(lambda: self._close(then, keep_average))
 
     def await_published(self) -> None:
+        """Block until the contribution published in the background is in the bucket. Raises errors of publishing."""
         if self._in_flight is not None:
-            self._in_flight.transfer.wait_published()
+            self._in_flight.wait_published()
 
     def close(self, *, keep_average: bool = False) -> ClosedRound:
         self._attempt.pulse.phase = "waiting"
@@ -206,9 +207,9 @@ class Participant:
         if flight is None:
             closed = self._close(keep_average=keep_average)
         else:
-            flight.transfer.close(lambda: self._close(keep_average=keep_average))
+            flight.close(lambda: self._close(keep_average=keep_average))
             try:
-                closed = flight.transfer.wait()
+                closed = flight.wait()
             finally:
                 self._in_flight = None
             self._timing.open_round()
@@ -216,6 +217,10 @@ class Participant:
         return closed
 
     def give_up(self) -> None:
+        """Make a round in flight end with an error where it would wait for others, because its result is not needed.
+
+        Safe to repeat, and to call without a round in flight.
+        """
         self._closer.give_up()
 
     def leave(self) -> None:
@@ -225,12 +230,11 @@ class Participant:
         """
         self.give_up()
         if self._in_flight is not None:
-            self._in_flight.transfer.wait_ended()
+            self._in_flight.wait_ended()
         self._snapshots.wait_ended()
 
-    def _begin(self, contribute: Callable[[], object]) -> _InFlight:
-        attempt, opened = self._attempt, self._tip.open
-        self._in_flight = _InFlight(opened, Transfer(attempt.background, attempt.clock, opened.round, contribute))
+    def _begin(self, contribute: Callable[[], object]) -> Transfer:
+        self._in_flight = Transfer(self._attempt.background, self._attempt.clock, self._tip.open, contribute)
         return self._in_flight
 
     def _close(self, then: Callable[[], None] = lambda: None, keep_average: bool = False) -> ClosedRound:
@@ -242,24 +246,48 @@ class Participant:
         return closed
 
     def score_strangers_by(self, measure: Measure, dealt: DealtMeasure | None = None) -> None:
+        """Have `close` score strangers' contributions, in the thread that calls it, before they are averaged.
+
+        Scores are higher for better models, and both functions must leave the model as it was.
+
+        Args:
+            measure: scores of a base on the held-out items that the open round deals to this replica.
+            dealt: scores of a base on training items that the open round deals to a contribution's author, and on as
+                many that it deals to others, the same ones at each call; None: it deals none, or they cannot be scored.
+        """
         self._closer.work.measure, self._closer.work.measure_dealt = measure, dealt
 
     def publish_scores(self, fields: ContributionFields) -> None:
+        """Contribute scores to the final evaluation round, which takes no pseudo-gradient; at most once."""
         self._contributor.contribute_scores(fields)
 
     # -- rounds that go on without this replica ------------------------------------------------------------------
 
     def committed(self, *, if_due: bool = False) -> bool:
+        """Whether the open round was committed without waiting for this replica. One GET request.
+
+        `if_due`: make no request and return False where a commit is unlikely (`RoundTiming.poll_due`), so that the
+        method can be called between any two inner steps.
+        """
         asks = not self.open.stopped and (not if_due or self._timing.poll_due())
         return asks and self._closer.committed()
 
     def is_behind(self, steps: int, steps_s: float) -> bool:
+        """Whether to contribute the `steps` inner steps taken so far, in `steps_s` seconds, and not a whole round.
+
+        So it is for a replica that is too slow for the others.
+        """
         return self._timing.is_behind(steps, steps_s)
 
     def announce(self) -> None:
+        """Publish that this replica is back, so that the next round waits for it, unless it would anyway."""
         self._contributor.announce()
 
     def reopen(self, round_: int) -> None:
+        """Go back to a closed round since the last resume and its base, to train it again as a restarted attempt would.
+
+        No round may be in flight. Raises the errors of rebuilding a base; then nothing has changed.
+        """
         with returning_freed_memory():
             self._claims.rebuild(until=round_ - 1)
         self._attempt.pulse.round = self.open.round
@@ -269,6 +297,11 @@ class Participant:
     # -- snapshots and the end -----------------------------------------------------------------------------------
 
     def write_snapshot_if_due(self) -> bool:
+        """Begin to write the snapshot of the base in the background, if it is due and this replica's turn.
+
+        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one. Write errors are
+        raised by the next `close`. A missing or incomplete snapshot only makes later rebuilds longer.
+        """
         with returning_freed_memory():
             healed = self._snapshots.write_if_due()
             if healed:
@@ -277,6 +310,10 @@ class Participant:
 
     @returning_freed_memory()
     def finish_leg(self) -> bool:
+        """After the stop: write the last snapshot and `result.json` unless others do.
+
+        Returns whether the base was rebuilt first and had other bits; `base` is then the rebuilt one.
+        """
         last = self._tip.value.last
         assert last is not None
         healed = self._snapshots.write_last()

@@ -5,7 +5,7 @@ Every byte is verified before the decision; only verified contributions are aver
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,7 @@ from diloco_orchestrator.protocol.claims import BaseClaim
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
+from diloco_orchestrator.protocol.round_metrics import check_repeatable
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -233,9 +234,14 @@ class ReceivedResponses:
             return received.manifest
         return self._reader.named(round_, answer)
 
-    def late_in(self, round_: int, replicas: int, but: Collection[int]) -> list[Contribution]:
-        """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `but`."""
-        return self._reader.in_round(round_, replicas, but)
+    def late_in(self, round_: int, replicas: int, seen: set[int]) -> list[Contribution]:
+        """Manifests that exist now in a closed round, in replica_id order, except those of the replicas in `seen`.
+
+        Adds to `seen` the replicas whose manifests were read, with whatever result: none is read twice.
+        """
+        new = self._reader.authors_in(round_, replicas) - seen
+        seen |= new
+        return self._reader.each_of(round_, new)
 
     # -- verifying -----------------------------------------------------------------------------------------------
 
@@ -247,6 +253,7 @@ class ReceivedResponses:
         sha256 = sha256_hex(data)
         try:
             manifest = Contribution.from_bytes(data, key)
+            check_repeatable(manifest, expected.config.most_replicas, key)
         except RecordInvalid as error:
             log.warning("round %d: the manifest of replica %d cannot be read: %s", expected.round, replica_id, error)
             reason = f"the manifest cannot be read: {error}"
@@ -263,7 +270,8 @@ class ReceivedResponses:
             log.warning("round %d: replica %d's manifest was copied from elsewhere", expected.round, replica_id)
             return "unverifiable", "the manifest was copied from another round, leg or replica"
         if manifest.kind == "abstention":
-            log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, manifest.reason)
+            why = manifest.reason[:LONGEST_REASON]
+            log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, why)
             return "abstention", manifest.reason
         if manifest.kind == "delta" and (why := _breaks_its_promise(manifest, expected)):
             return "unverifiable", why

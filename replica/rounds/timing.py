@@ -159,9 +159,9 @@ class RoundTiming:
 
     def may_be_committed(self) -> bool:
         """Whether others may end the open round without this replica's response, or one that it waits for."""
-        deadline = self.deadline()
         if not self.elastic or self._tip.open.final_evaluation:
             return False
+        deadline = self.deadline()
         if deadline is None or self._attempt.replica_id not in self._tip.open.roster:
             return True
         return self.train_s > _POLL_FROM * deadline.deadline_s
@@ -178,9 +178,10 @@ class RoundTiming:
         With `steps="equal_time"`: True if its next step would end more than half a step of the fastest replica after
         that one's whole round; in a first round, whose length is not known, once another replica has contributed.
         """
-        deadline, elapsed, whole = self.deadline(), self.train_s, self._attempt.config.round_steps
+        whole = self._attempt.config.round_steps
         if not self.elastic or not 0 < steps < whole:
             return False
+        deadline, elapsed = self.deadline(), self.train_s
         step_s = steps_s / steps
         if self._equal_time:
             if (round_s := self._times.fastest_s) is None:

@@ -86,8 +86,8 @@ class WorkScores:
                 continue
             if len(base) < _FEWEST:
                 return ()
-            change, squares = _summed([new - old for new, old in zip(there, base, strict=True)])
-            more = _summed([new - old for new, old in zip(there, beside, strict=True)]) if beside else (None, None)
+            change, squares = summed([new - old for new, old in zip(there, base, strict=True)])
+            more = summed([new - old for new, old in zip(there, beside, strict=True)]) if beside else (None, None)
             mine = attempt.replica_id
             found.append(
                 WorkScore(
@@ -204,7 +204,7 @@ class WorkScores:
         before = self.measure_dealt(self._tip.base, manifest)
         after = self.measure_dealt(self._stepped(manifest, read, _WHOLE), manifest)
         changes = [[new - old for new, old in zip(*each, strict=True)] for each in zip(after, before, strict=True)]
-        sums = [(len(each), *_summed(each)) for each in changes]
+        sums = [(len(each), *summed(each)) for each in changes]
         means, errors = [], []
         for count, total, squares in sums:
             if count < _FEWEST or total is None or squares is None:
@@ -216,7 +216,7 @@ class WorkScores:
         return max(min(sigmas, _MOST_SIGMAS), -_MOST_SIGMAS)
 
 
-def _summed(changes: Sequence[float]) -> tuple[float | None, float | None]:
+def summed(changes: Sequence[float]) -> tuple[float | None, float | None]:
     """(sum of `changes`, sum of their squared distances from the mean); None for both if one is not finite."""
     if not all(map(math.isfinite, changes)):
         return None, None

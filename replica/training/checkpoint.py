@@ -14,7 +14,7 @@ from typing import Any
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.interface import RunRounds
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.small_state import SmallState
@@ -43,7 +43,7 @@ class Checkpoint:
     def __init__(
         self,
         attempt: Attempt,
-        rounds: RunRounds,
+        rounds: Participant,
         loop: DiLoCoLoop,
         optimizer: InnerOptimizers,
         stateful: Mapping[str, Any],
@@ -54,6 +54,13 @@ class Checkpoint:
         self._optimizer = optimizer
         self._stateful = stateful
         self.small = SmallState(optimizer, stateful)
+
+    def check(self) -> None:
+        """After the first step: raise `ConfigError` for a state that cannot be saved, before a round is trained."""
+        saves = self._attempt.config.saves_state != "none"
+        self.small.check(large=saves)
+        if saves:
+            self._optimizer.check_state()
 
     def encode_if_due(self) -> StateFile | None:
         """The training state as a file to be written before training goes on, or with a delay, at any time.
@@ -150,7 +157,7 @@ class ResumePoint:
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
 
 
-def resume_point(attempt: Attempt, rounds: RunRounds, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
+def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
     """The point from which this attempt continues its replica's training, from the bucket.
 
     `overlaps`: whether a sync delay or update alpha is set. If an earlier attempt has contributed to the open round and

@@ -4,6 +4,7 @@
 has to be saved.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.deal import OpenDeal, dealt_by
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+
+log = logging.getLogger(__name__)
 
 DEAL = "deal"  # in `Progress.cursor`: what all replicas must have in common
 _SKIPPED = 8  # batches without an optimizer step in an attempt; a loss scale that begins too high skips several
@@ -36,6 +39,7 @@ class DealtBatches:
         self._deal: OpenDeal | None = None
         self._at = (0, 0)  # round and inner step of the batch that was taken last
         self._steps = -1  # inner steps of this replica before that batch
+        self._others: dict[int, Any] = {}  # by replica: batches of its data set, as its newest manifest says
         self._taken = self._skipped = 0  # batches, and those on which no step was taken
 
     def take(self, round_: int, inner_step: int, steps: int) -> Any:
@@ -77,13 +81,30 @@ class DealtBatches:
         """The manifest's entry about the data, as JSON: the number of batches of the data set."""
         return {DEAL: {"batches": self._size}}
 
-    def check_same(self, replica_id: int, theirs: Any) -> None:
-        """Raise `ConfigError` if another replica's manifest says that its data set has another number of batches."""
-        if isinstance(theirs, dict) and theirs.get("batches") != self._size:
-            raise ConfigError(
-                f'deal="open": replica {self._attempt.replica_id} was given {self._size} batches, replica {replica_id} '
-                f"{theirs.get('batches')}. Every replica has to pass the same whole data set, not a part of its own."
-            )
+    def compare(self, manifests: Iterable[Contribution]) -> None:
+        """Compare the number of batches of this replica's data set with what others' manifests say of theirs.
+
+        Raises `ConfigError` if half of the replicas or more have another number, by the newest manifest of each; those
+        of which none was read count as having this one. Fewer are logged, once for each.
+        """
+        own, config, told = self._attempt.replica_id, self._attempt.config, set(self._others)
+        for manifest in manifests:
+            theirs = manifest.progress.cursor.get(DEAL) if manifest.progress else None
+            if manifest.replica_id != own and isinstance(theirs, dict):
+                self._others[manifest.replica_id] = theirs.get("batches")
+        differ = {each: size for each, size in sorted(self._others.items()) if size != self._size}
+        if not differ:
+            return
+        other, size = next(iter(differ.items()))
+        words = (
+            f'deal="open": replica {own} was given {self._size} batches, replica {other} {str(size)[:20]}. Every '
+            "replica has to pass the same whole data set, not a part of its own."
+        )
+        launched = set(range(config.replicas)) - set(config.invited)
+        if 2 * len(differ) >= len(launched | {own} | self._others.keys()):
+            raise ConfigError(words)
+        if not differ.keys() <= told:
+            log.warning("%s Most others were given as many as this one.", words)
 
     def _check(self, round_: int, inner_step: int, steps: int) -> None:
         taken = steps - self._steps if self._steps >= 0 else 1

@@ -286,8 +286,11 @@ def _meshes_of_fsdp(model: torch.nn.Module) -> set[str | None]:
     for module in model.modules():
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            group = getattr(state, "_fsdp_param_group", None)
-            names.update(() if group is None else group.mesh_info.mesh.mesh_dim_names or (None,))
+            groups = getattr(state, "_fsdp_param_groups", None)  # one for each mesh on which it has parameters
+            if groups is None:  # before torch 2.13
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            for group in groups:
+                names.update(group.mesh_info.mesh.mesh_dim_names or (None,))
     return names
 
 

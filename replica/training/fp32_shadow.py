@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.vectors import FlatTensors, aligned, empty
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.training.exchange import is_sharded
-from diloco_orchestrator.replica.training.handover import Handover, PlainCopies, handover_of
+from diloco_orchestrator.replica.training.handover import Handover, handover_of
 from diloco_orchestrator.snapshots.stored_state import StoredTensor
 
 
@@ -113,7 +113,7 @@ class Fp32View:
         self._parameters: dict[str, torch.Tensor] = dict(parameters)
         self._shadows = {name: _shadow(p) for name, p in self._parameters.items() if mixes and not _is_plain(p)}
         self._mixes = mixes
-        self._handover = handover or PlainCopies()
+        self._handover = handover or Handover()
         self._set_staged: Callable[[], None] | None = None
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ def views_of(
     copied out of the model and back while it trains; those of one GPU then go through pinned memory.
     """
     parts = [{name: parameters[name] for name in names} for names in fragments]
-    handover = handover_of(parts) if in_background else PlainCopies()
+    handover = handover_of(parts) if in_background else Handover()
     return [Fp32View(part, mixes, handover) for part in parts]
 
 

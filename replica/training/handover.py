@@ -5,7 +5,6 @@ GPU go through pinned memory, all others through plain copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,8 +13,8 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 _ALIGNMENT = 64  # bytes; of each tensor in the buffer
 
 
-class Handover(Protocol):
-    """Transfers a fragment's values between training thread and background, one fragment at a time."""
+class Handover:
+    """Transfers a fragment's values between training thread and background, one fragment at a time: by plain copies."""
 
     def take(self, parameters: Named) -> Callable[[], Named]:
         """Begin to copy the parameters' current values. The training thread goes on at once and may change them.
@@ -23,29 +22,20 @@ class Handover(Protocol):
         The returned function waits for the copies, on the CPU, and returns them. They are valid until the next `take`
         or `stage`.
         """
-        ...
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parameters.items()}
+        return lambda: copies
 
     def stage(self, parameters: Named, fill: Callable[[Named], None]) -> Callable[[], None] | None:
         """In the background: prepare new values of the parameters. `fill` writes them into the tensors that it is
         given.
 
-        Returns the function by which the training thread sets the parameters to them; None if nothing can be prepared.
+        Returns the function by which the training thread sets the parameters to them; None if nothing can be prepared,
+        as on a CPU.
         """
-        ...
-
-
-class PlainCopies:
-    """Moves values of parameters that are on the CPU, by plain copies."""
-
-    def take(self, parameters: Named) -> Callable[[], Named]:
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in parameters.items()}
-        return lambda: copies
-
-    def stage(self, parameters: Named, fill: Callable[[Named], None]) -> Callable[[], None] | None:
         return None
 
 
-class ThroughBuffer:
+class ThroughBuffer(Handover):
     """Transfers a fragment's values through one buffer on the CPU, for parameters on a GPU: the GPU copies meanwhile.
 
     Uses of the buffer are ordered: values are taken after all work that the training thread has queued on the GPU,
@@ -109,7 +99,7 @@ def handover_of(fragments: Sequence[Named]) -> Handover:
     devices = {tensor.device for fragment in fragments for tensor in fragment.values()}
     device = devices.pop()
     if devices or device.type != "cuda":
-        return PlainCopies()
+        return Handover()
     pinned = torch.empty(max(map(buffer_size, fragments)), dtype=torch.uint8, pin_memory=True)
     return ThroughBuffer(pinned, SideStream(device).copy)
 

@@ -147,7 +147,9 @@ class InnerOptimizers:
         """After the first step: warn of an optimizer without state; raise `ConfigError` for one that is not savable."""
         for each in self.all:
             state = each.state_dict()
-            check_packable(_of_this_rank(state), f"the state of the optimizer {type(each).__name__}")
+            of_parameters = state.get("state")
+            tree = {**state, "state": _of_this_rank(of_parameters)} if isinstance(of_parameters, dict) else state
+            check_packable(tree, f"the state of the optimizer {type(each).__name__}")
             if not state.get("state") and not _is_plain_sgd(each):
                 log.warning(
                     "the optimizer %s has no state after its first step, so that none is saved. If it keeps moments "
@@ -280,9 +282,9 @@ class NeverStepped(ConfigError):
 
 
 class StepWatch:
-    """Detects a training loop whose attached optimizers never step, so that it does not run in vain.
+    """Detects a training loop whose attached optimizers never step, or no more, so that it does not run in vain.
 
-    Counts batches, or calls of `replica.step`, until the first step of the attempt, after which the check ends.
+    Counts batches, or calls of `replica.step`, since the last step. Gradients are read until the first one.
     """
 
     def __init__(self, optimizers: InnerOptimizers) -> None:
@@ -293,23 +295,27 @@ class StepWatch:
         self.has_stepped = False  # in this attempt
 
     def stepped(self) -> None:
-        """Record an optimizer step, after which batches are counted no more."""
-        self.has_stepped, self._gradient = True, None
+        """Record an optimizer step, after which batches are counted anew."""
+        self.has_stepped, self._gradient, self._batches, self._dropped = True, None, 0, 0
 
     def batch_done(self) -> None:
         """Count a batch. Raises `NeverStepped` after too many without an optimizer step."""
-        if self.has_stepped:
-            return
         self._batches += 1
+        if not self.has_stepped:
+            self._count_dropped()
+        if self._dropped >= MOST_DROPPED or self._batches >= MOST_BATCHES:
+            what = ", and dropped their gradients" if self._dropped >= MOST_DROPPED else ""
+            what = " since its last step" if self.has_stepped else what
+            raise NeverStepped(
+                f"the training loop took {self._batches} batches{what}, and no optimizer.step() of the attached "
+                f"optimizer ({self._optimizers.names}) came: nothing would ever be trained together. Give attach the "
+                f"optimizer that the loop steps, and step it at least every {MOST_BATCHES - 1} batches."
+            )
+
+    def _count_dropped(self) -> None:
+        """Count the batches in a row whose gradients were dropped."""
         # Accumulation adds to the same tensor; zero_grad without a step leaves another one, or none.
         newest = next((p.grad for p in self._optimizers.parameters() if p.grad is not None), None)
         kept = self._gradient is not None and self._gradient() is newest
         self._dropped = 0 if kept else self._dropped + (self._gradient is not None)
         self._gradient = None if newest is None else weakref.ref(newest)
-        if self._dropped >= MOST_DROPPED or self._batches >= MOST_BATCHES:
-            dropped = ", and dropped their gradients" if self._dropped >= MOST_DROPPED else ""
-            raise NeverStepped(
-                f"the training loop took {self._batches} batches{dropped}, and no optimizer.step() of the attached "
-                f"optimizer ({self._optimizers.names}) came: nothing would ever be trained together. Give attach the "
-                f"optimizer that the loop steps, and step it at least every {MOST_BATCHES - 1} batches."
-            )

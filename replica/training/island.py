@@ -9,7 +9,8 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.base import Base, BaseLayout
 from diloco_orchestrator.protocol.records import Consumed
+from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
 from diloco_orchestrator.replica.training.exchange import (
@@ -81,8 +83,9 @@ class Island:
         self._stateful = stateful
         self._heldout = heldout
         self._held: list[dict[str, torch.Tensor]] = []  # local values put aside by `hold`, innermost last
-        persistent = attached.module.state_dict().keys()
-        self._buffers = {name: each for name, each in attached.module.named_buffers() if name in persistent}
+        persistent = {plain_name(name) for name in attached.module.state_dict()}
+        named = ((plain_name(name), each) for name, each in attached.module.named_buffers())
+        self._buffers = {name: each for name, each in named if name in persistent}
         self._check_same_model()
         # Ranks with one batch, as of tensor parallelism, are a group: the scores, tokens and items of its first count.
         groups = ranks.everyone(ranks_on_one_batch(attached.module, ranks.rank))
@@ -443,19 +446,20 @@ class IslandView:
         self._island.call("restore", {name: values[name] for name in self._names})
 
 
-class IslandValues:
-    """The values of a model's trainable parameters in several ranks, perhaps sharded (`OwnValues`)."""
+@dataclass(frozen=True, kw_only=True)
+class IslandModel(OwnModel):
+    """The model that a replica of several ranks, or one with sharded parameters, brings to the run."""
 
-    def __init__(self, island: Island) -> None:
-        self._island = island
+    island: Island
+    is_whole: ClassVar[bool] = False
 
-    def first_base(self, outer: OuterConfig, fragments: Sequence[Sequence[str]], shard_numel: int) -> Base:
-        found: Base = self._island.make("first_base", outer, fragments, shard_numel)
+    def first_base(self, outer: OuterConfig, shard_numel: int) -> Base:
+        found: Base = self.island.make("first_base", outer, self.fragments, shard_numel)
         return found
 
-    def are_those_of(self, base: Base) -> bool:
+    def has_values_of(self, base: Base) -> bool:
         for fragment, names in enumerate(base.fragments):
-            change: PseudoGradient = self._island.make("local", names, base, False)
+            change: PseudoGradient = self.island.make("local", names, base, False)
             differs = has_nonzero(change, base.owners, fragment, base.shard_numel)
             base.owners.each(PseudoGradient.close, change)  # others would keep theirs until rank 0's next call
             if differs:

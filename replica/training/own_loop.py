@@ -22,7 +22,7 @@ from diloco_orchestrator.replica.training.follower import served
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
 from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.island import Island, IslandValues, IslandView
+from diloco_orchestrator.replica.training.island import Island, IslandModel, IslandView
 from diloco_orchestrator.replica.training.ranks import END, GO, Ranks
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
@@ -159,7 +159,7 @@ def make_diloco_outer_loop(
     if ranks.rank:
         return FollowingLoop(island, optimizers)
     files = ModelFiles.of(attached.module, tokenizer, frozen=island.call("frozen"))
-    rounds = manager.start(OwnModel(attached.parameters, names, files, in_ranks=IslandValues(island)), outer)
+    rounds = manager.start(IslandModel(attached.parameters, names, files, island=island), outer)
     island.call("share_buffers")
     of_ranks = [IslandView(island, each) for each in names]
     loop = LeadingLoop(of_ranks, rounds, schedule, ranks, manager.leave, inner_optimizer)

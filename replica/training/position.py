@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.dealt_batches import DEAL, DealtBatches
+from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
@@ -139,13 +139,11 @@ class TrainingPosition:
     def compare_order(self, replica_id: int, manifests: Iterable[Contribution]) -> None:
         """Raise `ConfigError` if replicas that share batches mostly have another order of the data than this one.
 
-        Where the log deals batches, it is also raised if another replica has another number of them.
+        Where the log deals batches, it is raised if half of the replicas or more have another number of them.
         """
         if self._batches is not None:
-            for each in manifests:
-                self._batches.check_same(each.replica_id, each.progress.cursor.get(DEAL) if each.progress else None)
-            return
-        if (order := self._dealt()) is not None:
+            self._batches.compare(manifests)
+        elif (order := self._dealt()) is not None:
             order.compare(replica_id, manifests)
 
     def _cursor_position(self) -> dict[str, JsonValue]:

@@ -2,8 +2,8 @@
 starts from.
 
 Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
-sends back the result. The messages use a separate gloo process group, so that shards move between replica and bucket
-while the ranks train.
+sends back the result. Connections and gloo process group are separate from those of training, so that shards move
+between replica and bucket while the ranks train.
 """
 
 import io
@@ -12,7 +12,8 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -21,26 +22,43 @@ import torch.distributed as dist
 
 from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.outer.arithmetic import denormals_kept
+from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 _Key = int | str  # of an object that every rank has of its own: the number of a call of `make`, or a name
+_Answer = tuple[Any, BaseException | None]  # of a task in one rank: its result, and the error if it raised one
+_TIMED_OUT = "Timed out waiting"  # in an error of gloo
+_SETTLE_S = 5.0  # after a rank was found to be missing: others find it at about the same time, and answer
+
+
+class RankMissing(RuntimeError):
+    """A rank has ended, or moved no tensor in time, so that a task in all ranks cannot be completed."""
 
 
 class RankOwners(Owners):
     """The assignment of a base's shards to several ranks, and calls in all of them, as one rank sees them.
 
+    A task may take any time, in which it moves bytes to or from the bucket; a tensor that it moves to or from another
+    rank `timeout_s`.
+
     Args:
-        group: of torch.distributed, with all ranks, gloo, without a time-out.
+        group: of torch.distributed, with all ranks, gloo, with the time-out `timeout_s`, in seconds.
+        lines: the connections over which rank 0 sends calls and gets their answers.
         own: objects of which every rank has its own, by the names under which they are sent.
     """
 
-    def __init__(self, rank: int, ranks: int, group: Any, **own: object) -> None:
+    def __init__(
+        self, rank: int, ranks: int, group: Any, lines: SignalLines | None, timeout_s: float, **own: object
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self._group = group
+        self._lines = lines
+        self._timeout_s = timeout_s
+        self._missing: RankMissing | None = None  # in rank 0, once a rank is: no task can be called any more
         self._one_call = threading.Lock()
         # In rank 0, which keeps no object alive: keys by `id`. In the others: objects by key.
         self._objects: dict[_Key, Any] = {"owners": self}
@@ -76,15 +94,51 @@ class RankOwners(Owners):
     def _call(self, number: int | None, task: Callable[..., T], args: tuple[Any, ...]) -> list[T]:
         assert not self.rank, "rank 0 alone begins calls"
         with self._one_call:
+            if self._missing is not None:
+                raise RankMissing(str(self._missing))
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             self._send(self.dumps((dropped, number, task, args)))
-            answers = [_answer(task, args), *(self._answer_of(rank) for rank in range(1, self.ranks))]
-        for rank, (_, error) in enumerate(answers):
-            if error is not None:
+            answers = self._answers(_answer(task, args))
+        errors = {rank: error for rank, (_, error) in answers.items() if error is not None}
+        for rank, error in errors.items():
+            if not isinstance(error, RankMissing):
                 if rank:
                     error.add_note(f"This happened in rank {rank} of the replica.")
                 raise error
-        return [found for found, _ in answers]
+        if self._missing is not None:
+            raise self._missing
+        return [found for found, _ in answers.values()]
+
+    def _answers(self, own: _Answer) -> dict[int, _Answer]:
+        """The answers of all ranks to a call, by rank, `own` being rank 0's.
+
+        Sets `_missing` if some rank is found to be missing: one that has ended, else those whose answers do not come
+        soon after the first that says so. The others may only have waited for each other.
+        """
+        found, waiting, ended = {0: own}, set(range(1, self.ranks)), list[RankMissing]()
+        while True:
+            missing = [error for _, error in found.values() if isinstance(error, RankMissing)]
+            within_s = min(_SETTLE_S, self._timeout_s) if missing else None
+            if not waiting or (rank := self._first_of(waiting, within_s)) is None:
+                break
+            waiting.remove(rank)
+            answer = self._answer_of(rank)
+            if answer is None:
+                ended.append(self._ended(rank))
+            found[rank] = answer or (None, ended[-1])
+        if missing:
+            self._missing = [*ended, *([self._not_in_time(sorted(waiting))] if waiting else []), *missing][0]
+        return dict(sorted(found.items()))
+
+    def _ended(self, rank: int) -> RankMissing:
+        return RankMissing(f"rank {rank} of {self.ranks} has ended in a task of all ranks")
+
+    def _not_in_time(self, ranks: Collection[int]) -> RankMissing:
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self.ranks}"
+        return RankMissing(
+            f"{who} moved no tensor between ranks for {self._timeout_s:.0f} s (retry.hung_after_s): it hangs, or is "
+            "stopped. See its stack in the attempt's log."
+        )
 
     def new_number(self) -> int:
         """A number for an object that every rank is about to create; `keep` stores the object under it."""
@@ -113,14 +167,14 @@ class RankOwners(Owners):
     def close(self) -> None:
         """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
         last call.
-
-        A process group cannot be destroyed while a thread waits in it.
         """
         if self.rank:
             self._server.join()
-            return
-        with self._one_call:
-            dist.broadcast(torch.tensor([0]), 0, self._group)
+        else:
+            with self._one_call:
+                self._send(b"")
+        if self._lines is not None:
+            self._lines.close()
 
     # -- in the others ---------------------------------------------------------------------------------------------
 
@@ -157,10 +211,20 @@ class RankOwners(Owners):
                 self._gone.add(number)
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        dist.send(data, to, self._group)
+        with self._named(to):
+            dist.send(data, to, self._group)
 
     def receive(self, data: torch.Tensor, source: int) -> None:
-        dist.recv(data, source, self._group)
+        with self._named(source):
+            dist.recv(data, source, self._group)
+
+    @contextmanager
+    def _named(self, other: int) -> Iterator[None]:
+        """Raise what gloo raises if a rank is missing as `RankMissing`, with the rank `other` that was waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._not_in_time([other]) if _TIMED_OUT in str(error) else self._ended(other) from None
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -198,16 +262,12 @@ class RankOwners(Owners):
         return value
 
     def _send(self, body: bytes) -> None:
-        dist.broadcast(torch.tensor([len(body)]), 0, self._group)
-        dist.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, self._group)
+        assert self._lines is not None, "a rank has connections to others"
+        self._lines.send(body)
 
     def _received(self) -> bytes:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0, self._group)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        if len(body):
-            dist.broadcast(body, 0, self._group)
-        return body.numpy().tobytes()
+        assert self._lines is not None, "a rank has connections to others"
+        return self._lines.receive()
 
     def _reply(self, found: Any, error: BaseException | None) -> None:
         try:
@@ -215,15 +275,20 @@ class RankOwners(Owners):
             pickle.loads(body)
         except Exception:  # an error of somebody's library, which cannot be sent
             body = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-        dist.send(torch.tensor([len(body)]), 0, self._group)
-        dist.send(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, self._group)
+        self._send(body)
 
-    def _answer_of(self, rank: int) -> tuple[Any, BaseException | None]:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, self._group)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(body, rank, self._group)
-        found, error = pickle.loads(body.numpy().tobytes())
+    def _first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
+        """The one of `ranks` that has answered first, or has ended; None if there is none in `within_s` seconds."""
+        assert self._lines is not None, "rank 0 has connections to others"
+        return self._lines.first_of(ranks, within_s)
+
+    def _answer_of(self, rank: int) -> _Answer | None:
+        """The next answer of a rank; None if it has ended."""
+        assert self._lines is not None, "rank 0 has connections to others"
+        try:
+            found, error = pickle.loads(self._lines.receive(rank))
+        except RuntimeError:
+            return None
         return found, error
 
 

@@ -32,7 +32,6 @@ from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 T = TypeVar("T")
 
 _MOST_BYTES = 2**20  # of a message, unless one range has more; larger ones were no faster over gloo on one machine
-_NO_LIMIT = timedelta(days=365)
 GO, END, CALL = range(3)  # the signals of rank 0 to the others, at a step boundary
 _HEADER = struct.Struct("<3q")  # of a signal: its kind and two numbers; the arguments of a call follow it
 
@@ -92,12 +91,12 @@ class Ranks:
         seconds. `own`: objects of which every rank has its own, by name, such as its connection to the bucket
         (`RankOwners`).
         """
-        data = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        shards = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        data, shards = (dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2))
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        joined = cls(rank, ranks, local_rank, None, data, RankOwners(rank, ranks, shards, **own))
-        joined._lines = SignalLines.joined(rank, ranks, host, joined.everyone)
-        return joined
+        everyone = cls(rank, ranks, local_rank, data=data).everyone
+        signals, calls = (SignalLines.joined(rank, ranks, host, everyone) for _ in range(2))
+        owners = RankOwners(rank, ranks, shards, calls, timeout_s, **own)
+        return cls(rank, ranks, local_rank, signals, data, owners)
 
     def await_all(self, what: str, within_s: float = 1800.0) -> None:
         """Block until every rank has called this method. Raises `ConfigError` in rank 0, naming those that did not in
@@ -132,7 +131,7 @@ class Ranks:
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
         """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks.
 
-        `first`, `second`: as in `Signal`. Waits until every rank has received the signal before it.
+        `first`, `second`: as in `Signal`.
         """
         if self._lines is not None:
             self._lines.send(_HEADER.pack(kind, first, second))

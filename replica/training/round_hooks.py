@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from diloco_orchestrator.protocol.records import Commit, RoundMetrics
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.interface import RunRounds
+from diloco_orchestrator.replica.rounds.participant import Participant
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ RoundFn = Callable[[RoundView], None]
 class RoundHooks:
     """The user's functions to call with a `RoundView` after each commit. `sign`: -1 if the metric is a loss."""
 
-    def __init__(self, attempt: Attempt, rounds: RunRounds, sign: float) -> None:
+    def __init__(self, attempt: Attempt, rounds: Participant, sign: float) -> None:
         self._attempt = attempt
         self._rounds = rounds
         self._sign = sign

@@ -1,6 +1,6 @@
 """`TrainingSession`: one attempt's training: counts inner steps, opens and closes rounds, restores saved state.
 
-`DiLoCoLoop` synchronises, the `RunRounds` object has the rounds. The user's training function sees a session as
+`DiLoCoLoop` synchronises, `Participant` has the rounds. The user's training function sees a session as
 `replica.context.ReplicaSession`.
 """
 
@@ -14,7 +14,8 @@ from diloco_orchestrator.errors import Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, RunRounds
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields
+from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.attached_model import ModelParts
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 from diloco_orchestrator.replica.training.consumed_items import together
@@ -46,7 +47,7 @@ class TrainingSession:
     def __init__(
         self,
         attempt: Attempt,
-        rounds: RunRounds,
+        rounds: Participant,
         parts: ModelParts,
         optimizers: InnerOptimizers,
         evidence: GuardEvidence,
@@ -168,8 +169,8 @@ class TrainingSession:
         if not self._going:
             return
         self._unprocessed += 1
-        if not self._watch.has_stepped and self._attempt.config.saves_state != "none":
-            self._optimizers.check_state()
+        if not self._watch.has_stepped:
+            self._checkpoint.check()
         self._watch.stepped()
         self.metrics.count_step()
         self._attempt.pulse.inner_step = self._loop.inner_step + self._unprocessed
@@ -282,9 +283,12 @@ class TrainingSession:
     def _outcome(self, closed: ClosedRound) -> tuple[Contribution | None, bool]:
         """The contribution of a closed round and whether the base was rebuilt with other bits.
 
-        Raises `ConfigError` if replicas that share batches draw them in different orders.
+        Raises `ConfigError` if replicas that share batches mostly draw them in another order. What strangers say of
+        their data does not count.
         """
-        self._position.compare_order(self._attempt.replica_id, closed.received)
+        invited = self._attempt.config.invited
+        others = [manifest for manifest in closed.received if manifest.replica_id not in invited]
+        self._position.compare_order(self._attempt.replica_id, others)
         return closed.contribution, closed.healed
 
     def _settle(self, contribution: Contribution | None, healed: bool) -> None:

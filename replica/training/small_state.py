@@ -15,7 +15,7 @@ import torch
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
-from diloco_orchestrator.replica.training.tensor_tree import pack, unpack
+from diloco_orchestrator.replica.training.tensor_tree import check_packable, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,12 @@ class SmallState:
         """The states of the small stateful objects and the optimizers' hyperparameters, as text for a manifest."""
         tree = {_GROUPS: self.hyperparameters(), _OBJECTS: dict(self._states(small=True))}
         return base64.b64encode(zlib.compress(pack(tree), 9)).decode()
+
+    def check(self, large: bool) -> None:
+        """Raise `ConfigError` for the state of an object that cannot be saved. `large`: check large ones too."""
+        for small in (True, False) if large else (True,):
+            for name, state in self._states(small=small):
+                check_packable(state, f"the state of stateful[{name!r}]")
 
     def large(self) -> dict[str, Any]:
         """The states of the user's objects that are too large for manifests, by name."""

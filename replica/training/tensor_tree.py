@@ -12,6 +12,7 @@ import torch
 
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
 from diloco_orchestrator.snapshots.state_file import StateFile
 from diloco_orchestrator.snapshots.stored_state import StoredState, StoredTensor
@@ -22,10 +23,10 @@ _TREE = "tree"
 
 
 def state_file(tree: Any, owners: Owners = ALONE, limit: int = OBJECT_LIMIT) -> StateFile:
-    """The file of nested dicts, lists and tuples of JSON scalars and tensors, also such as ranks of a replica hold.
+    """The file of a training state: nested dicts, lists and tuples of JSON scalars and tensors.
 
-    Tensors are read when the file is written. `limit`: bytes of one of its pieces. Raises `ConfigError` for anything
-    else, naming its place in the tree.
+    Tensors are read when the file is written; each may be in parts on several ranks of the replica. `limit`: bytes of a
+    piece of the file, above which it is cut. Raises `ConfigError` for anything else, naming its place in the tree.
     """
     found: list[tuple[str, torch.Tensor | TensorInRanks]] = []
     shape = json.dumps(_encode(tree, found, "state"), separators=(",", ":"))
@@ -83,6 +84,12 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor | TensorInRanks]],
     """The structure of a nested state as JSON; appends its tensors, each with its path in the state, to `tensors`."""
     match value:
         case torch.Tensor():
+            if is_sharded(value):
+                raise ConfigError(
+                    f"{path} is sharded over the ranks (a DTensor). Such tensors are saved of parameters, and of the "
+                    "state of each parameter in a torch.optim.Optimizer. Instead of an object that holds optimizers "
+                    "attach those, as in attach(model, [one, other]), and leave others out of stateful."
+                )
             if type(value.detach()) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
                 raise ConfigError(
                     f"{path} is a {type(value).__name__} of layout {value.layout}: only plain, dense tensors are saved "

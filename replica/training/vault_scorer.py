@@ -4,7 +4,6 @@
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from diloco_orchestrator.guard.round_fold import vault_base
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
 from diloco_orchestrator.protocol.records import VaultScore, VaultSet
 from diloco_orchestrator.replica.rounds.tip import OpenRound
+from diloco_orchestrator.replica.rounds.work_scores import summed
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, ShownBase, undisturbed, values_of
 from diloco_orchestrator.snapshots.rebuild import rebuild_scored
 
@@ -85,12 +85,8 @@ class VaultScorer:
 
 def _change(share: int, now: Sequence[float], before: Sequence[float]) -> VaultScore:
     differences = [new - old for new, old in zip(now, before, strict=True)]
-    if not all(map(math.isfinite, differences)):
-        return VaultScore(share=share, change=None, squares=None, count=len(differences))
-    total = math.fsum(differences)
-    mean = total / len(differences)
-    squares = math.fsum((each - mean) * (each - mean) for each in differences)
-    return VaultScore(share=share, change=total, squares=squares, count=len(differences))
+    change, squares = summed(differences)
+    return VaultScore(share=share, change=change, squares=squares, count=len(differences))
 
 
 def _of(opened: OpenRound) -> tuple[Any, ...]:

@@ -144,6 +144,15 @@ def test_status_reads_a_run_from_its_folder_alone(finished):
     assert [row[0] for row in rows if row[1:2] and re.fullmatch(r"\d+\.\d{3}", row[1])] == ["1", "2"]
 
 
+@pytest.mark.parametrize("columns", ["40", "20"])
+def test_a_narrow_terminal_cuts_no_number_off(columns, finished):
+    narrow, wide = (
+        diloco_here("status", "bucket", cwd=finished, environ={"COLUMNS": each}).stdout for each in (columns, "200")
+    )
+    numbers = [re.findall(r"\d+\.\d{3}", text) for text in (narrow, wide)]
+    assert "…" not in narrow and numbers[0] == numbers[1] != []
+
+
 def test_status_as_json_is_one_object(finished):
     status = json.loads(diloco_here("status", "bucket", "--json", cwd=finished).stdout)
     assert (status["state"], status["round"], status["outer_step"]) == ("completed", 3, 2)
@@ -336,6 +345,14 @@ def test_doctor_tells_where_s3_credentials_are_from(s3_server, bucket, tmp_path)
         (["demo", "--quorum", "most"], "--quorum most"),
         (["demo", "--quorum", "5"], "quorum=5: choose 1..4"),
         (["run", "m:f", "--store", "s4://bucket/x"], "unknown store scheme 's4'"),
+        (["plan", "m:f", "--store", "x", "--executor", "eks", "--compare", "modal"], "leave out --executor"),
+        (["report", "x", "page.html", "--follow", "--csv", "t.csv"], "go with --influence"),
+        (["report", "x", "page.html", "--influence", "--items", "m:f"], "go with --score"),
+        (["report", "x", "page.html", "--port", "80"], "--port goes with --serve"),
+        (["verify", "x", "--items", "m:f"], "--items goes with --score"),
+        (["whatif", "x", "--round", "1", "--without", "0", "--build", "m:f"], "go with --score"),
+        (["invite", "x", "--replica", "1", "--own-credentials", "--role", "arn"], "leave --role"),
+        (["doctor", "x", "--env", "A=1"], "name --executor and URL too"),
     ],
 )
 def test_usage_errors_exit_with_2_start_nothing_and_offer_the_nearest(args, words, tmp_path):
@@ -344,6 +361,12 @@ def test_usage_errors_exit_with_2_start_nothing_and_offer_the_nearest(args, word
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["m.py"]
+
+
+@pytest.mark.parametrize("args", [("report", "{run}", "no/page.html"), ("compare", "{run}", "--html", "no/page.html")])
+def test_a_file_that_cannot_be_written_is_named_without_a_traceback(args, finished, tmp_path):
+    done = diloco_here(*(each.format(run=finished / "bucket") for each in args), cwd=tmp_path)
+    assert done.returncode == 1 and "Error: no/page.html: No such file or directory. Name another" in done.stderr
 
 
 def test_status_of_nothing_exits_with_1_and_makes_nothing(tmp_path):

@@ -1,17 +1,20 @@
 """A run whose folder's disk is full or read-only: screen, `status` and `explain` name the cause while it is so."""
 
 import json
+import os
 import subprocess
+import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
-from cli_support import diloco_here
+from cli_support import ROOT, diloco_here
 from in_one_process import SmallRun
 
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, overview
+from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, lasting, overview
 from diloco_orchestrator.store.local_files import why_no_room
 from diloco_orchestrator.store.open_store import open_store
 
@@ -39,11 +42,11 @@ def test_screen_status_and_explain_name_a_disk_that_nobody_can_write_to(small_di
     reader, out = RunReader(open_store(url)), StringIO()
     lines = PlainLines(Console(file=out, width=300))
     assert explain(reader.status()).todo == ["Nothing has to be done."]
-    lines.update(reader.status())
+    lines.show(reader.status())
     assert out.getvalue() == ""
     harm(small_disk)
     for _ in range(2):
-        lines.update(reader.status())
+        lines.show(reader.status())
     assert out.getvalue().count("nobody can write: ") == 1 and cause in out.getvalue()
     for panel in (overview(reader.status(), 5), fitted(reader.status(), Console(file=StringIO(), width=300), 24)):
         shown = Console(file=(drawn := StringIO()), width=300)
@@ -53,6 +56,39 @@ def test_screen_status_and_explain_name_a_disk_that_nobody_can_write_to(small_di
     explained = diloco_here("explain", url, cwd=folder).stdout
     assert f"Nobody can write: the disk of {url}" in explained and cause in explained and remedy in explained
     assert cause in json.loads(diloco_here("status", url, "--json", cwd=folder).stdout)["no_room"]
+
+
+def unread() -> Console:
+    """A console whose output nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return Console(file=os.fdopen(writing, "w"), width=100)
+
+
+def full() -> Console:
+    """A console whose output goes to a disk without room."""
+    return Console(file=os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), width=100)
+
+
+@pytest.mark.parametrize("made", [full, unread])
+def test_a_screen_that_is_gone_or_full_is_said_once_and_ends_nothing(made: Callable[[], Console], caplog):
+    draw = lasting(lambda words: made().print(words))
+    for _ in range(3):
+        draw("round 1")
+    assert caplog.text.count("supervision goes on") == 1
+
+
+@pytest.mark.slow
+def test_a_run_is_supervised_to_its_end_though_nobody_reads_its_output(tmp_path: Path):
+    command = ("run", "tiny_workloads:train", "--store", "bucket", "--replicas", "1", "--rounds", "5")
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    program = [sys.executable, "-m", "diloco_orchestrator.cli.main", *command]
+    environ = {**os.environ, "PYTHONPATH": path}
+    started = subprocess.Popen(program, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert started.stdout is not None and started.stdout.readline().startswith(b"run folder:")
+    started.stdout.close()
+    started.wait()
+    assert RunReader(open_store(str(tmp_path / "bucket"))).status().state == "completed"
 
 
 def test_a_disk_with_less_room_than_a_round_needs_is_told_before_the_round(small_disk: Path):

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
-from cli_support import diloco_here
+from cli_support import diloco, diloco_here
 
+from diloco_orchestrator.cli.setting_options import read_toml
 from diloco_orchestrator.code_archive.entrypoint import check_defined
 from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.supervision.launch_request import archive_for
+from executors import HFJobsExecutor
 
 WORKLOAD = """
 import asyncio
@@ -68,6 +71,7 @@ MISTAKES = {  # by what was done: the command, and a part of the answer that say
         "Use s3://, gs://, az:// or a folder",
     ),
     "a limit without a price": ((*RUN, "--max-cost-usd", "5"), "hourly_usd=… (--hourly-usd), or use max_hours"),
+    "a limit of places without places": (("attach", "runs/none", "--usd-per-hour", "5"), "but no --executor"),
     "an odd number of parameters": (("plan", *RUN[1:], "--parameters", "10X"), "write a number such as 124M or 1.5B"),
     "settings that are not there": ((*RUN, "--config", "nope.toml"), "cannot read settings from nope.toml"),
     "a misspelt command": (("statu", "runs/a"), "did you mean 'status'?"),
@@ -84,6 +88,47 @@ def test_a_mistake_is_answered_by_what_to_do_and_starts_nothing(mistake: str, tm
     assert done.returncode in (1, 2) and words in done.stderr and not done.stdout, done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 5
     assert [each.name for each in tmp_path.iterdir()] == ["of_mistakes.py"]
+
+
+def test_an_argument_of_the_run_is_not_taken_for_a_parameter_that_no_call_sets(tmp_path: Path):
+    (tmp_path / "of_mistakes.py").write_text(WORKLOAD)
+    plan = ("plan", "of_mistakes.py:fine", "--store", "runs/a", "--arg")
+    for name in ("lr", "x"):
+        done = diloco_here(*plan, f"{name}=0.2", cwd=tmp_path)
+        assert done.returncode == 2 and f"arrives as ctx.args['{name}']" in done.stderr, done.stderr
+    for name in ("ctx", "more"):
+        assert diloco_here(*plan, f"{name}=0.2", cwd=tmp_path).returncode == 0
+
+
+def test_such_an_argument_is_refused_for_replicas_elsewhere_too(tmp_path: Path):
+    (source := tmp_path / "of_mistakes.py").write_text(WORKLOAD)
+    with pytest.raises(ConfigError, match=r"ctx\.args\['lr'\]"):
+        archive_for(HFJobsExecutor(), source, "of_mistakes:fine", "s3://b/x", None, {"lr": 0.2})
+
+
+def test_what_the_terminals_encoding_lacks_is_written_by_its_number(tmp_path: Path):
+    (tmp_path / "of_mistakes.py").write_text(WORKLOAD)
+    command = ("plan", "of_mistakes.py:fine", "--store", "日本")
+    done = diloco(*command, cwd=tmp_path, environ={"PYTHONIOENCODING": "latin-1"})
+    assert done.returncode == 0 and r"\u65e5\u672c" in done.stdout, done.stderr
+
+
+SAVED = {  # by how an editor saves a file: its first bytes, and its encoding
+    "with a byte order mark": (b"\xef\xbb\xbf", "utf-8"),
+    "in an encoding that it names": (b"# -*- coding: latin-1 -*-\n", "latin-1"),
+}
+
+
+@pytest.mark.parametrize("how", SAVED)
+def test_a_file_is_read_as_python_reads_it(how: str, tmp_path: Path):
+    first, encoding = SAVED[how]
+    (source := tmp_path / "saved.py").write_bytes(first + "# größer\ndef train(ctx):\n    pass\n".encode(encoding))
+    check_defined("saved:train", source)
+
+
+def test_settings_with_a_byte_order_mark_are_read(tmp_path: Path):
+    (tmp_path / "windows.toml").write_bytes(b"\xef\xbb\xbfrounds = 7\r\n")
+    assert read_toml(tmp_path / "windows.toml") == {"rounds": 7}
 
 
 def test_a_file_that_is_not_python_is_named_with_the_line(tmp_path: Path):

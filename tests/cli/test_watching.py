@@ -2,18 +2,22 @@
 
 from dataclasses import fields, replace
 from io import StringIO
+from pathlib import Path
 
 import click
 import pytest
+from cli_support import diloco_here
+from in_one_process import SmallRun
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.cli.read_commands import _prefix
 from diloco_orchestrator.inspection.logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunStatus
-from diloco_orchestrator.inspection.terminal import Console, LivePanel, PlainLines, fitted, overview
+from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, live_panel, overview
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
+from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaState
 
 ROW = {
@@ -57,9 +61,9 @@ def failed() -> tuple[RunStatus, RunStatus]:
 
 def test_the_line_of_an_end_and_that_of_the_next_attempt_name_the_cause(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
-    with PlainLines(Console(file=out)) as display:
-        for status in failed:
-            display.update(status)
+    display = PlainLines(Console(file=out))
+    for status in failed:
+        display.show(status)
     lines = out.getvalue().splitlines()
     cause = "RuntimeError: CUDA out of memory"
     assert lines == [
@@ -71,16 +75,16 @@ def test_the_line_of_an_end_and_that_of_the_next_attempt_name_the_cause(failed: 
 
 def test_what_the_first_round_waits_for_is_said_once_for_the_last_to_get_there(failed: tuple[RunStatus, RunStatus]):
     out, (one, *_) = StringIO(), failed[0].replicas
-    with PlainLines(Console(file=out)) as display:
-        for states in (
-            ("launching", "launching"),
-            ("starting", "launching"),
-            ("training", "starting"),
-            ("training",) * 2,
-        ):
-            fleet = [replace(one, replica_id=i, state=state, exit_code=None) for i, state in enumerate(states)]
-            display.update(replace(failed[0], state="starting", replicas=fleet))
-            display.update(replace(failed[0], state="starting", replicas=fleet))
+    display = PlainLines(Console(file=out))
+    for states in (
+        ("launching", "launching"),
+        ("starting", "launching"),
+        ("training", "starting"),
+        ("training",) * 2,
+    ):
+        fleet = [replace(one, replica_id=i, state=state, exit_code=None) for i, state in enumerate(states)]
+        display.show(replace(failed[0], state="starting", replicas=fleet))
+        display.show(replace(failed[0], state="starting", replicas=fleet))
     assert out.getvalue().splitlines() == [
         "replicas 0 and 1: launching: no heartbeat yet; machine, packages and torch come first",
         "replica 1: starting: importing torch and your code, building the model",
@@ -176,9 +180,9 @@ def test_the_overview_says_what_the_guard_can_judge_by_now_while_the_run_goes_on
 @pytest.mark.parametrize(("below", "rounds"), [(2, True), (15, False)])
 def test_what_the_panel_showed_last_stays_on_the_screen(failed: tuple[RunStatus, RunStatus], below: int, rounds: bool):
     out = StringIO()
-    with LivePanel(Console(file=out, force_terminal=True, width=80, height=24), below) as panel:
-        panel.update(running(failed[0], 4, 3))
-        panel.update(running(failed[0], 4, 4, state="completed"))
+    with live_panel(Console(file=out, force_terminal=True, width=80, height=24), below) as show:
+        show(running(failed[0], 4, 3))
+        show(running(failed[0], 4, 4, state="completed"))
     last = out.getvalue().rpartition("completed")[2]
     assert last.count("training") == 4 and "\x1b[1A" not in last.replace("\x1b[?25h", "")
     assert ("held-out before" in last) is rounds
@@ -192,6 +196,14 @@ def test_the_overview_of_a_run_that_nobody_works_on_does_not_call_it_running(fai
     assert "to the end" not in out.getvalue()
 
 
+def test_a_halt_of_a_run_that_nobody_works_on_says_who_ends_it(tmp_path: Path):
+    SmallRun(store=open_store(str(tmp_path / "run")))
+    done = diloco_here("halt", "run", cwd=tmp_path)
+    first, *_, last = done.stdout.splitlines()
+    assert done.returncode == 0 and first == "asked." and "Nobody works on this run any more" in done.stdout
+    assert last == f"Who supervises it ends it: diloco attach {tmp_path / 'run'}"
+
+
 def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, RunStatus]):
     status, why = running(failed[0], replicas=1, rounds=3), "all answered, but nobody had a finite pseudo-gradient"
     rows = [replace(row, applied=row.round == 1, reason=why) for row in status.rounds]
@@ -202,9 +214,9 @@ def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, 
 
 def test_who_begins_to_watch_late_gets_the_newest_rounds_only(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
-    with PlainLines(Console(file=out)) as display:
-        for rounds in (29, 30):
-            display.update(running(failed[0], replicas=1, rounds=rounds))
+    display = PlainLines(Console(file=out))
+    for rounds in (29, 30):
+        display.show(running(failed[0], replicas=1, rounds=rounds))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("round")]
     assert lines[0] == "rounds 1 to 19 came before"
     assert [line.split("  ")[0] for line in lines[1:]] == [f"round {number}" for number in range(20, 31)]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def test_what_git_ignores_stays_here(project: Path):
     found = names(pack(project, ENTRYPOINT))
     assert "keep.log" in found and "my_pkg/runs/kept.py" in found
     assert not {"a.log", "runs/big.bin", "my_pkg/secret_plan.py", ".venv/x.py"} & set(found)
+
+
+def test_git_and_its_rules_know_names_in_any_encoding(project: Path):
+    hidden = os.fsencode(project) + b"/my_pkg/donn\xe9es.py"
+    Path(os.fsdecode(hidden)).write_text("")
+    (project / ".gitignore").write_bytes(b"donn\xe9es.py\n")
+    assert not [each for each in names(pack(project, ENTRYPOINT)) if "donn" in each]
 
 
 def test_rules_of_the_repository_above_count(project: Path):

@@ -35,6 +35,19 @@ def test_a_file_with_hashes_travels_as_it_is(tmp_path: Path):
     assert archive.sha256 != pack(tmp_path / "my_train.py", "my_train:train", ["s3"]).sha256
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_file_is_read_in_the_encoding_that_its_byte_order_mark_names(encoding: str, tmp_path: Path):
+    (tmp_path / "requirements.txt").write_bytes("# größer\r\npackaging>=20\r\n".encode(encoding))
+    found = read_requirements(tmp_path / "requirements.txt")
+    assert found is not None and [each.name for each in found.packages] == ["packaging"]
+
+
+def test_a_file_in_another_encoding_is_refused_in_a_sentence(tmp_path: Path):
+    (tmp_path / "requirements.txt").write_bytes("# größer\npackaging>=20\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"cannot be read: 'utf-8' codec can't decode.* Name another file"):
+        read_requirements(tmp_path / "requirements.txt")
+
+
 def test_a_list_needs_no_hashes():
     found = read_requirements(["packaging>=20", "pip; python_version >= '3.8'"])
     assert found is not None and not found.hashed and found.missing_here() == []

@@ -269,7 +269,7 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(), _pod("Pending", waiting={"reason": "ImagePullBackOff"}), "pending", "image", "ImagePullBackOff"),
         (_job(), _pod("Pending", waiting={"reason": "ErrImagePull"}), "pending", "image", "ErrImagePull"),
         (_job(), _pod("Pending", waiting={"reason": "InvalidImageName"}), "failed", "image", "InvalidImageName"),
-        (_job(), _pod("Pending", waiting={"reason": "NeverHeardOf"}), "pending", "", "NeverHeardOf"),
+        (_job(), _pod("Pending", waiting={"reason": "NeverHeardOf"}), "pending", "start", "NeverHeardOf"),
         (_job(), _pod("Running"), "running", "", "Running"),
         (_job(annotations=_NOTED), _pod("Running"), "running", "", "Running"),
         (_job(), _pod("Failed"), "running", "", "Failed"),

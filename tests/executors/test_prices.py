@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from diloco_orchestrator.clock import ManualClock
 from executors import (
     EKSExecutor,
     HFJobsExecutor,
@@ -124,6 +125,13 @@ def test_on_demand_is_the_tables_and_a_replica_pays_for_its_share(no_aws: None):
     assert price_of(EKSExecutor(instance_type="x9.nano", spot=False), REQUEST) is None
 
 
+def test_a_replica_pays_for_all_machines_of_a_kind_that_no_table_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eks_jobs, "newest_spot_price", lambda *_: Price(40.0, "EC2's spot price in us-east-1"))
+    executor = EKSExecutor("c", instance_type="p9.48xlarge", region="us-east-1", gpu=1, ranks_per_machine=8)
+    prices = [price_of(executor, replace(REQUEST, ranks=ranks)) for ranks in (1, 8, 16)]
+    assert [price and price.hourly_usd for price in prices] == [40.0, 40.0, 80.0]
+
+
 def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, monkeypatch: pytest.MonkeyPatch):
     away = price_of(EKSExecutor(instance_type="g5.xlarge", region="us-east-1", cluster="c"), REQUEST)
     assert away is not None and away.hourly_usd == 1.006 and "spot price cannot be read" in away.source
@@ -138,3 +146,16 @@ def test_spot_is_what_aws_says_now_or_at_most_the_price_on_demand(no_aws: None, 
     now = Price(0.41, "EC2's spot price in us-east-1", tflops=70.0)  # with the listed speed of its A10G
     assert [price_of(executor, REQUEST), price_of(executor, REQUEST)] == [now, now]
     assert asked == ["g5.xlarge"]  # kept for ten minutes
+
+
+def test_a_spot_price_that_cannot_be_asked_for_anew_is_the_last_one(monkeypatch: pytest.MonkeyPatch):
+    """A machine without a price would not be counted towards max_cost_usd."""
+    answers = [Price(40.0, "EC2's spot price"), None, Price(50.0, "EC2's spot price")]
+    monkeypatch.setattr(eks_jobs, "newest_spot_price", lambda *_: answers.pop(0))
+    clock = ManualClock()
+    executor = EKSExecutor("c", instance_type="p9.48xlarge", region="us-east-1", clock=clock)
+    found = []
+    for _ in range(3):
+        found.append(price_of(executor, REQUEST))
+        clock.advance(601.0)
+    assert [price and price.hourly_usd for price in found] == [40.0, 40.0, 50.0]

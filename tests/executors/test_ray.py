@@ -10,6 +10,7 @@ import pytest
 
 from executors.contract import ExecutorDenied, ReplicaState, Unavailable
 from executors.ray_jobs import RayExecutor
+from executors.registry import spec_of
 from executors.testing import SECRET, request_of
 
 NAME = "dl-contract-run-r0-a1"
@@ -61,6 +62,26 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
 
 def job(status: str, **fields: Any) -> dict[str, Any]:
     return {"submission_id": NAME, "status": status, "metadata": LABELS, "entrypoint": "x", **fields}
+
+
+def test_values_of_secrets_in_a_runtime_environment_are_in_no_record():
+    """`spec_of` writes `options` into run.json, which everybody reads who reads the bucket."""
+    plain = RayExecutor(runtime_env={"uv": ["datasets"], "env_vars": {"TOKENIZERS_PARALLELISM": "false"}})
+    assert plain.options == {
+        "runtime_env": {"uv": ["datasets"], "env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
+        "python": "python",
+    }
+    executor = RayExecutor(runtime_env={"uv": ["datasets"], "env_vars": {"HF_TOKEN": SECRET}})
+    assert executor.options is None and executor.withheld == ("runtime_env",)
+    assert spec_of(executor) == {"name": "ray", "withheld": ["runtime_env"]}
+
+
+def test_an_address_with_a_password_is_refused_without_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"https://me:{SECRET}@ray.example")
+    for options in ({}, {"address": f"https://{SECRET}@ray.example:8265"}):
+        with pytest.raises(ValueError, match="RAY_JOB_HEADERS") as refused:
+            RayExecutor(**options)
+        assert SECRET not in str(refused.value)
 
 
 def test_the_request_of_a_job_as_it_is_sent(dashboard: Dashboard):

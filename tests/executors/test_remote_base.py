@@ -1,6 +1,7 @@
 """What `RemoteExecutor` and `CommandLine` give to every executor, those of other packages included."""
 
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,22 @@ def test_a_tool_gets_its_input_and_secrets_over_its_environment(tool: Path, monk
     assert CommandLine(str(tool)).run("cat; echo $PLAIN $KEY", given="in ", secrets={"KEY": "k"}) == "in here k\n"
     empty = CommandLine(str(tool), environment=lambda: {"PATH": os.environ["PATH"]})
     assert empty.run("echo $PLAIN $KEY") == "\n"
+
+
+def test_a_tool_for_which_this_machine_has_no_room_may_be_called_again(tool: Path):
+    """As on a login node, where a user's processes and files are limited."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(Unavailable, match=r"listing: this machine says .*Too many open files"):
+            CommandLine(str(tool)).run("echo it", what="listing")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    (tool.parent / "no-program").write_bytes(b"\0")
+    (tool.parent / "no-program").chmod(0o700)
+    with pytest.raises(ExecutorError, match="Exec format error") as failed:
+        CommandLine(str(tool.parent / "no-program")).run("it", what="listing")
+    assert type(failed.value) is ExecutorError
 
 
 def test_a_tool_that_is_not_there_or_hangs_says_so(tool: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """What is sent to Slurm and what its answers mean. Tables and messages are those of a genuine Slurm 22.05."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -168,12 +169,30 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float):
 
 def test_options_of_the_environment_do_not_change_what_is_sent():
     environ = {"PATH": "/bin", "SBATCH_EXPORT": "ALL", "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}
+    environ |= {"SCANCEL_INTERACTIVE": "1", "SCANCEL_STATE": "PENDING", "SCONTROL_ALL": "1", "SACCT_FEDERATION": "1"}
     kept = {"PATH": "/bin", "SLURM_TIME_FORMAT": "standard"}
     assert submit_environment(environ, None) == {**kept, "SLURM_CONF": "/etc/slurm.conf"}
     assert submit_environment(environ, "/mine") == {**kept, "SLURM_CONF": "/mine"}
 
 
 # -- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_else_can_exchange_the_folders_above_what_a_job_runs(tools: Path, tmp_path: Path):
+    tool(tools, "scontrol", "echo 'ClusterName             = tests'")
+    tool(tools, "squeue", "")
+    tool(tools, "sbatch", "cat > /dev/null; echo 7")
+    before = os.umask(0o002)  # where a user's group is the user's alone
+    try:
+        slurm(tmp_path / "attempts").launch(request_of("", secrets={"KEY": SECRET}))
+    finally:
+        os.umask(before)
+    folders = [path for path in (tmp_path / "attempts", *(tmp_path / "attempts").rglob("*")) if path.is_dir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700} and len(folders) == 4
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o775)
+    with pytest.raises(ExecutorError, match="writable for others"):
+        slurm(tmp_path / "shared").launch(request_of("", secrets={"KEY": SECRET}))
 
 
 def test_secrets_are_in_a_private_file_until_the_job_reads_or_slurm_refuses_it(tools: Path, tmp_path: Path):

@@ -2,18 +2,23 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
+from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
+import loopback_eks
 import pytest
 import yaml
 from loopback_kubernetes import LoopbackKubernetes, running_kubernetes
 
 from executors.contract import ExecutorDenied, ReplicaState
+from executors.eks_jobs import EKSExecutor
 from executors.kubernetes_jobs import KubernetesExecutor
 from executors.kubernetes_objects import OF_SEVERAL
 from executors.remote_base import attempt_name
@@ -198,6 +203,44 @@ def test_the_launchers_role_has_exactly_the_rights_that_the_executor_uses(cluste
         for verb in rule["verbs"]
     }
     assert used == granted
+
+
+@contextmanager
+def asked_of_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The actions that a server in AWS's place is asked for; it refuses each."""
+    asked: set[str] = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def refuse(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            named = parse_qs(body).get("Action")
+            is_cluster = re.fullmatch(r"/clusters/[^/]+", self.path)
+            asked.add(f"ec2:{named[0]}" if named else "eks:DescribeCluster" if is_cluster else self.path)
+            self.send_error(403)
+
+        do_GET = do_POST = refuse  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    for name, value in loopback_eks.environ(f"http://127.0.0.1:{server.server_port}").items():
+        monkeypatch.setenv(name, value)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_launchers_policy_has_exactly_the_actions_that_the_executor_asks_aws_for(monkeypatch: pytest.MonkeyPatch):
+    with asked_of_aws(monkeypatch) as asked:
+        executor = EKSExecutor("CLUSTER", region="eu-central-1", instance_type="g6e.xlarge", gpu=1)
+        executor.price(request_of("pass"))
+        with pytest.raises(ExecutorDenied):
+            executor.find("run")
+    assert asked == {each["Action"] for each in policy("eks/launcher-iam.json")["Statement"]}
 
 
 def right_of(method: str, path: str) -> Right:

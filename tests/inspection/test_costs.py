@@ -1,15 +1,19 @@
 """What a run costs, what a round will cost, and the limits that halt it."""
 
 import pytest
-from scripted import STAMP, Scene
+from protocol_fleet import Fleet
+from scripted import STAMP, CountingStore, Scene
 
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forecast, forecast, leg_cost
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Claim
+from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat
 from diloco_orchestrator.run_log.attempts import AttemptRecords
-from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd
+from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd, patience_s
 from executors.contract import LaunchRequest, ReplicaState
+from executors.prices import Price
 
 HOUR = 3600.0
 
@@ -118,7 +122,7 @@ class Priced(Scene):
 
     def __init__(self, **settings):
         super().__init__(timing={"poll_s": 0.01, "startup_timeout_s": 1e6}, **settings)
-        self.executor.hourly_usd = self.price
+        self.executor.price = self.price
 
     def come_up(self) -> None:
         """Machines are paid from the time that they are there."""
@@ -128,8 +132,8 @@ class Priced(Scene):
             assert key is not None
             self.fleet.store.create(key, claim.to_bytes())
 
-    def price(self, request: LaunchRequest) -> float:
-        return 2.0
+    def price(self, request: LaunchRequest) -> Price:
+        return Price(2.0, "told")
 
 
 def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
@@ -146,6 +150,63 @@ def test_a_leg_is_halted_when_its_money_is_used_up_and_only_then():
     scene.steps(coordinator, 0.3 * HOUR, every=600.0)  # two machines at 2 $/h: six dollars after an hour and a half
     assert halted(scene)
     assert set(scene.executor.cancelled) == {(0, 1), (1, 1)}, "machines go on while their first round does not end"
+
+
+def test_a_leg_whose_open_round_does_not_end_is_stopped_a_while_after_its_hours():
+    """A deadlock in the training loop: heartbeats go on, and no replica ever commits the halt."""
+    scene = Priced(max_hours=1.0)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.come_up()
+    for minute in range(118):
+        for replica_id in (0, 1):
+            beats = {"replica_id": replica_id, "attempt": 1, "counter": minute + 1}
+            record = Heartbeat(**STAMP(), **beats, phase="training", round=1, inner_step=7)
+            scene.fleet.store.put(keys.heartbeat(replica_id, 1), record.to_bytes())
+        scene.steps(coordinator, 60.0, every=60.0)
+    assert halted(scene) and scene.executor.cancelled == [], "the round may be as long as the leg"
+    scene.steps(coordinator, 180.0, every=60.0)
+    assert set(scene.executor.cancelled) == {(0, 1), (1, 1)}
+    result = coordinator.reader.log.result(1)
+    assert result is not None and result.status == "halted"
+    assert result.reason.startswith("halt requested: max_hours=1 is reached, and the open round has not ended in 6")
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        ([0.0], 2 * HOUR),  # nobody knows how long a round is
+        ([0.0, 60.0], 1800.0),  # timing.round_timeout_s
+        ([0.0, 2000.0, 2060.0], 4000.0),
+    ],
+)
+def test_the_open_round_may_end_after_the_hours(times, seconds):
+    assert patience_s(config(max_hours=2), times) == seconds
+
+
+class AwayForOneHalt(CountingStore):
+    """A store that is away for the first request to halt."""
+
+    away = True
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key == keys.halt(1) and self.away:
+            self.away = False
+            raise StoreUnavailable("it is away")
+        return super().create(key, data)
+
+
+def test_a_request_to_halt_that_the_store_refuses_is_made_again():
+    engine = AwayForOneHalt()
+    Fleet(store=engine, replicas=2, rounds=2, max_hours=1.0)
+    reader = RunReader(engine)
+    begin = reader.log.newest_begin().record
+    budget = LegBudget(reader, begin, "test", STAMP)
+    with pytest.raises(StoreUnavailable):
+        budget.enforce(0.0, wall_time=begin.at + HOUR)
+    assert reader.log.halt(1) is None
+    budget.enforce(10.0, wall_time=begin.at + HOUR)
+    assert reader.log.halt(1) is not None
 
 
 def test_costs_are_added_up_every_few_seconds():

@@ -1,6 +1,7 @@
 """The codecs of few bits, each against its description, one number after another; and bytes that no encoder wrote."""
 
 import struct
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_fine_ranges_travel_as_vectors_of_their_own_in_the_finer_codec(codec: st
     body = b"".join(encode(values[a:b], each)[len(CODECS[each].header(b - a)) :] for a, b, each in bodies)
     assert data == found.header(1000, fine) + body and len(data) == found.encoded_size(1000, fine)
     assert (values - Encoded(data, codec, 1000).values())[100:260].abs().max() < 4 / 127
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@settings(derandomize=True)
+@given(lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=40), first=st.integers(0, 1))
+def test_no_encoded_vector_has_more_bytes_than_its_elements_can_have(codec: str, lengths: list[int], first: int):
+    ends, found = list(accumulate(lengths)), CODECS[codec]
+    fine = [(ends[i] - lengths[i], ends[i]) for i in range(first, len(lengths), 2)]
+    assert found.encoded_size(ends[-1], fine) <= found.most_size(ends[-1])
+    assert found.fine or found.encoded_size(ends[-1]) == found.most_size(ends[-1])
 
 
 @pytest.mark.parametrize(

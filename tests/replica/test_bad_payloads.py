@@ -124,3 +124,28 @@ def test_of_a_payload_that_is_larger_than_it_declares_no_more_than_that_is_read(
     one.close()
     assert [a.kind for a in fleet.commits()[-1].answers] == ["delta", "unverifiable"]
     assert store.largest[key] <= declared + 1
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4", "topk64"])
+def test_a_payload_that_declares_more_bytes_than_its_elements_can_have_is_not_read(codec):
+    """16 MiB for 12 elements, with their right digest, were read by every replica; GiBs would have been."""
+    store = CountsReads()
+    fleet = Fleet(replicas=2, quorum=1, timing=BY_HAND, store=store, codec=codec, snapshot_every=50)
+    clock = ManualClock()
+    one, two = (fleet.join(i, clock=clock) for i in (0, 1))
+    manifest = answer(two, 3.0)
+    assert manifest.payload is not None
+    key = keys.payload(1, 1, 1, 0)
+    data = store.get(key) + bytes(2**24)
+    store.put(key, data)
+    payload = manifest.payload.model_copy(update={"shards": (Shard(digest=bulk_digest(data), size=len(data)),)})
+    store.put(keys.contribution(1, 1), manifest.model_copy(update={"payload": payload}).to_bytes())
+    store.largest.clear()
+    answer(one, 1.0)
+    one.close()
+    found = fleet.commits()[-1].answers[1]
+    assert (found.kind, found.reason.startswith(f"{key} in memory:// has {len(data)} bytes by its manifest")) == (
+        "unverifiable",
+        True,
+    )
+    assert key not in store.largest

@@ -126,6 +126,18 @@ def test_a_snapshot_holds_the_buffers_of_the_lowest_replica_averaged_whoever_wri
     assert in_snapshot(fleet, 1)[MEAN].tolist() == [5.0] * 3
 
 
+def test_buffers_of_a_stranger_are_no_bases_while_a_launched_replica_is_averaged():
+    """They are taken as they are, and of a shape that the model cannot use each replica died that scored the base."""
+    fleet = Fleet(replicas=3, rounds=9, snapshot_every=2, invited=[0], quorum="all", aggregate="mean")
+    participants = [fleet.join(replica_id, model=normalised()) for replica_id in (1, 2, 0)]
+    for _ in range(2):
+        contribute(participants, [1.0, 5.0, 7.0])
+    participants[0].write_snapshot_if_due()
+    participants[0].leave()
+    assert in_snapshot(fleet, 2)[MEAN].tolist() == [1.0] * 3
+    assert verify_run(fleet.store).agrees
+
+
 def test_verify_derives_the_buffers_of_snapshots_again():
     fleet, participants = normalised_fleet()
     contribute(participants, [1.0, 5.0])

@@ -15,6 +15,7 @@ from diloco_orchestrator.codecs.table import Encoded, encode
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution, Payload, Score
 from diloco_orchestrator.protocol.rounds import carry_weight
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from replica.rounds.debt import StoredPayload, WithDebt
 from replica.rounds.participant import Participant
 
@@ -179,6 +180,20 @@ def test_of_several_rounds_that_went_on_without_it_a_restarted_replica_carries_w
         two.close()
     newest = answer(fleet.join(2, clock=clock), 1.0)
     assert [origin.round for origin in newest.origins] == [2, 3, 4]
+
+
+def test_a_manifest_of_who_is_late_in_every_round_does_not_grow_for_good():
+    """It listed every round of the leg, and so did the commit that averaged it."""
+    fleet, (zero, one, two), clock = fleet_of()
+    for _ in range(40):
+        round_without([zero, one], clock)
+        answer(two, 1.0)
+        two.close()
+    said = answer(two, 1.0)
+    assert [origin.round for origin in said.origins] == [*range(10, 42), 42]
+    dropped = [ContributionReader(fleet.store).exact(round_, 2, None).dropped for round_ in range(2, 42)]
+    assert [each.round for each in sum((*dropped, said.dropped), ())] == list(range(2, 10))
+    assert carry_weight(1) ** 32 < 0.001
 
 
 def test_a_carry_whose_payload_was_deleted_is_listed_as_dropped_and_does_not_count():

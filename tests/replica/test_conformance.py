@@ -245,6 +245,7 @@ RANKED = {  # functions of several ranks, by what each shows
     "SFT, DDP": ("tiny_trainers:train", {"kind": "sft"}),
     "SFT, fully_shard": ("tiny_trainers:train", {"kind": "sft", "sharded": True}),
     "DPO, DDP": ("tiny_trainers:train", {"kind": "dpo"}),
+    "DPO, fully_shard": ("tiny_trainers:train", {"kind": "dpo", "sharded": True}),
     "GRPO, DDP": ("tiny_trainers:train", {"kind": "grpo"}),
     "LoRA, DDP": ("tiny_trainers:train_lora", {}),
     "LoRA, fully_shard": ("tiny_trainers:train_lora", {"sharded": True}),

@@ -91,6 +91,40 @@ def test_what_the_log_cannot_deal_is_told(data, each, replicas, words):
         taken(data, each, replicas, rounds=40)
 
 
+def ends(parts: list[list[int]], **settings: Any) -> list[str]:
+    """How each replica ends that is given these batches: with its run, or by which error."""
+
+    def workload(ctx: ReplicaContext) -> str:
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        try:
+            with ctx.attach(model, optimizer) as session:
+                for batch in session.batches(parts[ctx.replica_id]):
+                    step(batch, model, optimizer)
+        except ConfigError as error:
+            return str(error)
+        return "with its run"
+
+    run = SmallRun(len(parts), deal="open", guard="off", rounds=3, quorum=2, aggregate="mean", **settings)
+    found: list[str] = run.train(workload)
+    return found
+
+
+def test_one_replica_with_a_part_of_its_own_ends_alone(caplog):
+    """Every replica ended that read its manifest."""
+    first, second, third = ends([list(range(8)), list(range(8)), list(range(7))])
+    assert first == second == "with its run" and "replica 2 was given 7 batches, replica 0 8" in third
+    told = [record.getMessage() for record in caplog.records if "was given 8 batches" in record.getMessage()]
+    assert told and all("replica 2 7" in each for each in told)
+
+
+def test_what_strangers_say_of_their_data_ends_no_launched_replica():
+    """As many strangers as launched replicas: where their word counted, nobody was in the majority."""
+    first, second, *strangers = ends([list(range(8))] * 2 + [list(range(7))] * 2, invited=[2, 3])
+    assert first == second == "with its run" and all("batches" in each for each in strangers)
+
+
 def test_a_loop_of_its_own_is_refused():
     ctx = SmallRun(1, deal="open", guard="off").context()
     model = mlp()

@@ -1,6 +1,8 @@
 """Compiled models, default devices, loss scaling, several optimizers, changed dtypes: each works, or is refused."""
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 from in_one_process import SmallRun
 from tiny_workloads import batch_of, inner_step, mlp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from diloco_orchestrator import ConfigError
 from diloco_orchestrator.outer.golden_arithmetic import check_arithmetic, is_golden
@@ -18,7 +21,7 @@ from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.tensor_file import views
 from replica.context import ReplicaContext
-from replica.process.rank import RankPlace, joined
+from replica.process.rank import Events, RankPlace, joined
 
 BATCHES = [batch_of(i) for i in range(40)]
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -130,6 +133,26 @@ def test_a_model_compiled_before_attach_has_the_names_and_bits_of_the_plain_one(
     assert sorted(snapshot(run, 2)) == sorted(snapshot(parts, 2)) == names
 
 
+def test_a_model_whose_parts_are_recomputed_has_the_names_and_bits_of_the_plain_one():
+    """torch's wrapper of activation checkpointing adds to the names of parameters what a `state_dict` leaves out."""
+
+    def trained(run: SmallRun, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+        torch.manual_seed(0)
+        model = mlp()
+        model[2].register_buffer("scale", torch.ones(3))  # type: ignore[index,operator]
+        for index in (0, 2):
+            model[index] = wrap(model[index])  # type: ignore[index,operator]
+        train(run.context(), model)
+
+    plain, recomputed, both = [SmallRun() for _ in range(3)]
+    trained(plain, lambda part: part)
+    trained(recomputed, checkpoint_wrapper)
+    trained(both, lambda part: checkpoint_wrapper(torch.compile(part, backend="eager")))
+    assert digests(recomputed) == digests(both) == digests(plain)
+    names = ["0.bias", "0.weight", "2.bias", "2.scale", "2.weight"]
+    assert [sorted(snapshot(run, 2)) for run in (plain, recomputed, both)] == [names] * 3
+
+
 def test_a_model_compiled_after_attach_is_trained():
     run = SmallRun()
     torch.manual_seed(0)
@@ -162,6 +185,22 @@ def test_buffers_of_compiled_parts_have_the_plain_names_and_values():
     for run in (before, after):
         ours, theirs = snapshot(run, 2), snapshot(plain, 2)
         assert sorted(ours) == sorted(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_loss_that_is_observed_as_a_tensor_is_a_number_in_a_ranks_sign_of_life(tmp_path):
+    run, model = SmallRun(), mlp()
+    context, optimizer = run.context(), torch.optim.AdamW(model.parameters(), lr=0.01)
+    said, events = tmp_path / "events", Events(os.open(tmp_path / "events", os.O_CREAT | os.O_WRONLY))
+    with context.attach(model, optimizer) as replica:
+        for x, y in replica.batches(BATCHES):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            replica.observe(loss=loss)
+            events.alive(context._attempt.pulse)
+    newest = json.loads(said.read_text().splitlines()[-1])["pulse"]
+    assert newest["loss"] == loss.item()
 
 
 # -- loss scaling -----------------------------------------------------------------------------------------------------
@@ -314,6 +353,46 @@ def test_a_model_that_one_process_shards_trains_the_bits_of_a_plain_one(group_of
     fsdp.fully_shard(model, mesh=group_of_one)
     train(run.context(), model)
     assert digests(run) == digests(plain_run())
+
+
+class Flat(torch.optim.AdamW):
+    """An optimizer as torchtitan has them, whose state has no part for each parameter: all is by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()["state"]
+        return {f"{index}.{name}": value for index, values in state.items() for name, value in values.items()}
+
+
+class Copies:
+    """A moving average of a model, perhaps sharded as it is."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.detach().clone() for name, each in self._model.named_parameters()}
+
+    load_state_dict = torch.nn.Module.load_state_dict
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_sharded_state_that_cannot_be_saved_is_refused_at_the_first_step(group_of_one, stateful):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model, run = mlp(), SmallRun(replica_state="round")
+    fsdp.fully_shard(model, mesh=group_of_one)
+    optimizer = (torch.optim.AdamW if stateful else Flat)(model.parameters(), lr=0.01)
+    objects = {"average": Copies(model)} if stateful else {}
+    steps = 0
+    with (
+        pytest.raises(
+            ConfigError, match=r"average.*sharded over.*leave" if stateful else r"sharded over.*attach those"
+        ),
+        run.context().attach(model, optimizer, stateful=objects) as replica,
+    ):
+        for batch in replica.batches(BATCHES):
+            steps += 1
+            inner_step(model, optimizer, batch)
+    assert steps == 1
 
 
 def test_a_model_sharded_by_fsdp1_or_untied_by_sharding_is_refused(group_of_one):

@@ -33,7 +33,7 @@ from replica.rounds.tip import OpenRound
 from replica.training.diloco_loop import DiLoCoLoop
 from replica.training.fp32_shadow import Fp32View, views_of
 from replica.training.fragments import SyncSchedule
-from replica.training.handover import Handover, PlainCopies, ThroughBuffer, buffer_size, handover_of, views_in
+from replica.training.handover import Handover, ThroughBuffer, buffer_size, handover_of, views_in
 from replica.training.tensor_tree import pack, stored_tree
 
 
@@ -519,7 +519,7 @@ def a_fragment() -> dict[str, torch.nn.Parameter]:
 
 def handovers(fragment: dict[str, torch.nn.Parameter]) -> list[Handover]:
     buffer = torch.empty(buffer_size(fragment), dtype=torch.uint8)
-    return [PlainCopies(), ThroughBuffer(buffer, LateCopies().copy)]
+    return [Handover(), ThroughBuffer(buffer, LateCopies().copy)]
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["plain copies", "through a buffer"])
@@ -567,7 +567,7 @@ def test_a_buffer_holds_tensors_of_any_dtype_side_by_side():
 
 
 def test_parameters_on_the_cpu_are_copied_plainly():
-    assert isinstance(handover_of([a_fragment()]), PlainCopies)
+    assert type(handover_of([a_fragment()])) is Handover
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

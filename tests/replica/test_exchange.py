@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from diloco_orchestrator.errors import ConfigError
@@ -145,6 +146,21 @@ def test_ranks_between_which_tensors_are_parallel_are_on_one_batch(four_ranks, g
     for name, parameter in model.named_parameters():
         held = sum(each.stop - each.start for each in ranges_in(parameter, name))
         assert held == local_part(parameter).numel()
+
+
+def test_ranks_of_a_module_that_is_sharded_over_two_meshes_have_batches_of_their_own(four_ranks):
+    """As experts and their router are: `fully_shard` has a group of parameters for each mesh."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    infos = [common.FSDPMeshInfo(each, shard_mesh_dim=0) for each in (mesh["inner"], mesh["outer"])]
+    model = torch.nn.Linear(8, 16)
+    fully_shard(
+        model,
+        mesh=mesh["inner"],
+        shard_placement_fn=lambda each: common.ShardPlacementResult(Shard(0), infos[each.ndim - 1]),
+    )
+    assert {each.device_mesh.mesh_dim_names for each in model.parameters()} == {("outer",), ("inner",)}
+    assert ranks_on_one_batch(model, 0) == (0,)
 
 
 def test_a_model_that_is_parallel_over_two_meshes_is_refused(four_ranks):

@@ -36,7 +36,7 @@ def model(seed: int = 0, layers: int = 4, dtype: torch.dtype = torch.bfloat16) -
     return built.to(dtype)
 
 
-class Counted:
+class Counted(Store):
     """One replica's way to the bucket, which counts the bytes of snapshot files on it, also those sent in vain."""
 
     def __init__(self, store: Store, start_line: threading.Barrier | None = None) -> None:

@@ -76,15 +76,19 @@ def test_machines_come_in_any_order_and_strangers_are_left_out():
         scanner = hello(place, b"GET / HTTP/1.1\r\n\r\n")
         silent = _connect(place)
         liar = hello(place, b'{"machine": 1, "key": "guessed"}\n')
+        odd = [
+            hello(place, text + b"\n")
+            for text in (b'{"key": "\\u00e9"}', b'{"key": "\\ud800"}', b"\xff", b"[" * 4000, b"null", b'"key"')
+        ]
         second = hello(place, b'{"machine": 2, "key": "key-of-')
         first = hello(place, b'{"machine": 1, "key": "key-of-the-attempt"}\n')
         second.sendall(b'the-attempt"}\n')
         found = waiting.result(timeout=10)
-        assert liar.recv(1) == scanner.recv(1) == b""
+        assert liar.recv(1) == scanner.recv(1) == b"" and [each.recv(1) for each in odd] == [b""] * len(odd)
         for number, connection in enumerate((first, second)):
             found[number].send({"it": number})
             assert connection.recv(100) == b'{"it": %d}\n' % number
-    for each in (scanner, silent, liar, second, first):
+    for each in (scanner, silent, liar, second, first, *odd):
         each.close()
 
 

@@ -1,9 +1,13 @@
 """Ranks that failed: how long one may be silent, and which of several is named, whose failure explains the others'."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco_orchestrator.replica.process.rank import RankPlace
+from diloco_orchestrator.replica.process.rank_children import RankChildren, RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankState, ending_of
 from diloco_orchestrator.replica.process.run_attempt import Ending
 
@@ -54,3 +58,18 @@ def test_a_rank_that_still_imports_may_be_silent_for_the_startup_timeout(is_read
     assert rank.is_silent(100.1 + most_s, 10.0, startup_timeout_s)
     rank.died = -9
     assert not rank.is_silent(1000.0, 10.0, startup_timeout_s)
+
+
+def test_an_event_that_was_cut_off_by_a_kill_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cut_off.py").write_text(
+        "import json, os, sys\n"
+        "os.write(json.loads(sys.argv[-1])['events'], b'{\"ending\": {\"co')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    said: list[Any] = []
+    children = RankChildren(RankProgram([], dict(os.environ), "cut_off"), said.append)
+    children.start(RankPlace(0, 1, 1, 1, "claim", 10.0, "meeting"), "lo")
+    while not said:
+        children.look(0.2)
+    assert said == [{"rank": 0, "died": -9}]

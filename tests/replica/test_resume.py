@@ -10,7 +10,7 @@ import torch
 from diloco_orchestrator.errors import Superseded
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from replica.attempt.attempt import Attempt
-from replica.rounds.interface import RunRounds
+from replica.rounds.participant import Participant
 from replica.training.checkpoint import Checkpoint, ResumePoint, SavedState, resume_point
 
 OPEN, LEG, FROM_ROUND = 9, 2, 3  # the open round, its leg, and the round whose base the leg began from
@@ -48,7 +48,7 @@ class Bucket:
         rounds = SimpleNamespace(open=SimpleNamespace(round=OPEN), history=history)
         checkpoint = SimpleNamespace(read_newest=lambda: self.state)
         return resume_point(
-            cast(Attempt, attempt), cast(RunRounds, rounds), cast(Checkpoint, checkpoint), overlaps=overlaps
+            cast(Attempt, attempt), cast(Participant, rounds), cast(Checkpoint, checkpoint), overlaps=overlaps
         )
 
     def _superseded(self) -> Any:

@@ -13,14 +13,24 @@ from stored_snapshots import complete_snapshots
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.codecs.table import Encoded, encode
-from diloco_orchestrator.errors import RecordInvalid
+from diloco_orchestrator.errors import QuorumLost, RecordInvalid
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.protocol import keys, weights
 from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
+from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Payload, Progress, Shard
+from diloco_orchestrator.protocol.records import (
+    Commit,
+    Contribution,
+    Disagreeing,
+    Metric,
+    Origin,
+    Payload,
+    Progress,
+    Shard,
+)
 from diloco_orchestrator.store.memory import MemoryStore
 from replica.rounds.participant import Participant
 
@@ -177,6 +187,96 @@ def test_answers_of_replicas_that_the_run_does_not_have_are_left_aside():
     assert [a.replica_id for a in commit_by(one).answers] == [0, 1]
 
 
+MANY = tuple(Origin(round=10**98 + i, steps=0) for i in range(65_000))
+TOO_LONG = [
+    lambda said: {"origins": (*said.origins, *MANY)},
+    lambda said: {"metrics": {f"extra.{i:060}": Metric(sum=0.0, count=1) for i in range(80_000)}},
+    lambda said: {"disagreeing": (Disagreeing(replica_id=9, round=1, shards=1, agreement=0.0, usual=0.0),) * 90_000},
+]
+
+
+@pytest.mark.parametrize("change", TOO_LONG, ids=["origins", "names of metrics", "disagreeing"])
+def test_a_manifest_of_which_a_commit_would_repeat_too_much_makes_no_commit_too_long(change):
+    """Who wrote the commit followed it, the others read one that is cut off, and so void: three such rounds fail a run.
+
+    With a manifest of one replica, as long as one may be.
+    """
+    fleet = Fleet(replicas=3, quorum=2, timing=BY_HAND)
+    clock = ManualClock()
+    one, two, three = (fleet.join(i, clock=clock) for i in (0, 1, 2))
+    for each in (one, two, three):
+        answer(each, 1.0)
+    for each in (one, two, three):
+        each.close()
+    said = answer(three, 1.0)
+    long = said.model_copy(update=change(said)).to_bytes()
+    assert len(long) < most_bytes(keys.contribution(2, 2))
+    fleet.store.put(keys.contribution(2, 2), long)
+    answer(one, 1.0), answer(two, 1.0)
+    one.close(), two.close()
+    assert len(fleet.store.get(keys.commit(2))) < 20_000
+    commit = fleet.commits()[-1]
+    assert [(a.kind, a.averaged) for a in commit.answers] == [("delta", True)] * 2 + [("unverifiable", False)]
+    assert "no commit can repeat so much" in commit.answers[2].reason
+    assert one.digest == two.digest
+
+
+def test_a_late_manifest_that_says_another_round_changes_no_deadline():
+    """It counted as the newest round, so that the times of all others were too old, and no round had a deadline."""
+    fleet = Fleet(replicas=3, rounds=9, quorum=1, timing=BY_HAND)
+    clock = ManualClock()
+    one, two, three = (fleet.join(i, clock=clock) for i in (0, 1, 2))
+    for taking in ([one, two, three], [one, two]):
+        clock.advance(1.0)
+        for each in taking:
+            answer(each, 1.0)
+        for each in taking:
+            each.close()
+    before = one._timing.deadline()
+    said = answer(three, 1.0)
+    far = {"round": 10**9, "origins": (Origin(round=10**9, steps=30),)}
+    fleet.store.put(keys.contribution(2, 2), said.model_copy(update=far).to_bytes())
+    clock.advance(1.0)
+    answer(one, 1.0), answer(two, 1.0)
+    one.close(), two.close()
+    assert fleet.commits()[-1].round == 3
+    assert one._timing.deadline() == before is not None
+
+
+class DamagesOnce(MemoryStore):
+    """Confirms a manifest and keeps other bytes of it; raises if a reader does not stop to ask for it."""
+
+    reads = 0
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.reads += key == keys.contribution(2, 0)
+        assert self.reads < 100, "it is read without end"
+        return super().get(key, start, end)
+
+    def create(self, key: str, data: bytes) -> bool:
+        created = super().create(key, data)
+        if created and key == keys.contribution(2, 0):
+            self.put(key, data[:-20])
+        return created
+
+
+def test_a_replica_whose_manifest_the_store_damaged_ends_its_round_though_others_are_away():
+    """It took its own manifest for good, read it back, dropped it and took it for good again, without end."""
+    fleet = Fleet(replicas=3, rounds=9, quorum=1, timing=BY_HAND, store=DamagesOnce())
+    clock = ManualClock()
+    one, two, three = (fleet.join(i, clock=clock) for i in (0, 1, 2))
+    for each in (one, two, three):
+        answer(each, 1.0)
+    for each in (one, two, three):
+        each.close()
+    answer(one, 1.0), answer(two, 1.0)
+    one.close(), two.close()
+    commit = fleet.commits()[-1]
+    assert [(a.replica_id, a.kind) for a in commit.answers] == [(0, "unverifiable"), (1, "delta")]
+    said = answer(one, 1.0)
+    assert [origin.round for origin in said.origins] == [2, 3]  # it is carried
+
+
 def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster():
     fleet = Fleet(replicas=4, quorum=1, timing=BY_HAND)
     clock = ManualClock()
@@ -197,6 +297,27 @@ def test_a_manifest_that_cannot_be_read_hides_nobody_else_from_the_next_roster()
     answer(zero, 1.0)
     zero.close()
     assert zero.open.roster == (0, 2)
+
+
+def test_a_late_manifest_that_cannot_be_read_is_read_once_however_long_the_round_waits():
+    """It was read at every poll: up to 8 MiB, by every replica, several times a second."""
+    store = RequestCounter()
+    fleet = Fleet(replicas=3, rounds=9, quorum=2, timing=BY_HAND, store=store)
+    clock = ManualClock()
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    for taking in ([zero, one, two], [zero, one]):
+        clock.advance(2.0)
+        for participant in taking:
+            answer(participant, 1.0)
+        for participant in taking:
+            participant.close()
+    fleet.store.put(keys.contribution(2, 2), b"not json")
+    clock.advance(2.0)
+    answer(zero, 1.0)
+    store.forget()
+    with pytest.raises(QuorumLost):
+        zero.close()
+    assert store.gets.count(keys.contribution(2, 2)) == 1 and store.lists > 10
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ ROUND_S = 100.0  # longer than anybody needs for joining or for ending a round
 LIVE = 3  # replicas that take part; contributions of the others are copies: fewer requests, and the same round trips
 
 
-class SecondPerRequest:
+class SecondPerRequest(Store):
     """A store whose calls take as many virtual seconds as they send requests to the server. One call runs at a time."""
 
     def __init__(self, store: Store, proxy: FaultyProxy, clock: VirtualClock) -> None:

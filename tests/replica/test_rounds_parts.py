@@ -8,7 +8,7 @@ import pytest
 from protocol_fleet import Fleet, answer, close, delta, report
 from scripted import STAMP
 
-from diloco_orchestrator.clock import ManualClock, NoBackground, Periodic, ThreadBackground
+from diloco_orchestrator.clock import ManualClock, NoBackground, ThreadBackground
 from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Out
@@ -16,8 +16,10 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
 from replica.rounds.interface import ClosedRound
 from replica.rounds.participant import Participant, Transfer
+from replica.rounds.tip import OpenRound
 
 CLOSED = ClosedRound(applied=True, skipped=False, average={})
+OPEN = OpenRound(12, 0, ("weight",), 11)
 
 
 class Work(Future[Any]):
@@ -60,7 +62,7 @@ class ByHand:
         self.begun.append(Work(run))
         return self.begun[-1]
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> Periodic:
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
         raise AssertionError("a round starts nothing periodic")
 
     def do_all(self) -> None:
@@ -82,7 +84,7 @@ def transfer_of(clock: ManualClock, publish_s: float = 1.0, close_s: float = 5.0
         done.append("closed")
         return CLOSED
 
-    transfer = Transfer(background, clock, 12, contribute)
+    transfer = Transfer(background, clock, OPEN, contribute)
     transfer.close(close)
     transfer.close(close)  # it has begun: nothing happens
     return transfer, background, done
@@ -118,7 +120,7 @@ def test_an_error_of_publishing_is_raised_wherever_it_is_looked_for():
     def contribute() -> None:
         raise StoreUnavailable("no route to host.")
 
-    transfer = Transfer(background, ManualClock(), 12, contribute)
+    transfer = Transfer(background, ManualClock(), OPEN, contribute)
     transfer.close(lambda: CLOSED)
     transfer.raise_error()
     background.do_all()
@@ -133,7 +135,7 @@ def test_an_error_of_closing_leaves_what_is_published():
     def close() -> ClosedRound:
         raise QuorumLost("nobody is there.", (1,))
 
-    transfer = Transfer(background, ManualClock(), 12, lambda: None)
+    transfer = Transfer(background, ManualClock(), OPEN, lambda: None)
     transfer.close(close)
     background.do_all()
     transfer.wait_published()

@@ -2,42 +2,22 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from patience import PATIENCE_S
+from ranks_in_threads import Everyone, everyone_of, joined_lines
 
 from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
 RANKS = 3
 
 
-def _everyone(rank: int, barrier: threading.Barrier, said: dict[int, Any]) -> Callable[[Any], list[Any]]:
-    """What `Ranks.everyone` does, for ranks that are threads."""
-
-    def everyone(value: Any) -> list[Any]:
-        said[rank] = value
-        barrier.wait(10)
-        found = [said[each] for each in range(RANKS)]
-        barrier.wait(10)
-        return found
-
-    return everyone
-
-
-def _joined(everyone: Callable[[int], Callable[[Any], list[Any]]], host: str = "127.0.0.1") -> list[SignalLines]:
-    with ThreadPoolExecutor(RANKS) as pool:
-        made = [pool.submit(SignalLines.joined, rank, RANKS, host, everyone(rank)) for rank in range(RANKS)]
-        return [each.result(PATIENCE_S) for each in made]
-
-
 @pytest.fixture
 def lines(request: pytest.FixtureRequest) -> Iterator[list[SignalLines]]:
     """Parametrized by the host of rank 0, where that is not 127.0.0.1."""
-    barrier, said = threading.Barrier(RANKS), {}
-    joined = _joined(lambda rank: _everyone(rank, barrier, said), getattr(request, "param", "127.0.0.1"))
+    joined = joined_lines(RANKS, getattr(request, "param", "127.0.0.1"))
     yield joined
     for each in joined:
         each.close()
@@ -56,32 +36,28 @@ def test_every_rank_receives_every_message_of_any_length_in_order(lines: list[Si
         sending.result(10)
 
 
-def test_rank_0_is_one_message_ahead_of_the_slowest_rank_and_no_more(lines: list[SignalLines]):
-    lines[0].send(b"1")  # nobody has to receive it yet
-    second_is_sent = threading.Event()
-
-    def second() -> None:
-        lines[0].send(b"2")
-        second_is_sent.set()
-
-    sending = threading.Thread(target=second)
-    sending.start()
-    assert lines[1].receive() == b"1"
-    assert not second_is_sent.wait(0.1), "rank 2 has not received the first"
-    assert lines[2].receive() == b"1"
-    assert second_is_sent.wait(10)
-    sending.join()
+def test_rank_0_is_answered_by_the_number_of_each_rank_in_any_order(lines: list[SignalLines]):
+    assert lines[0].first_of({1, 2}, 0) is None
+    lines[2].send(b"of 2" * 20)
+    assert lines[0].first_of({1}, 0) is None, "only 2 has answered"
+    assert (lines[0].first_of({1, 2}, 10), lines[0].receive(2)) == (2, b"of 2" * 20)
+    lines[1].send(b"of 1")
+    assert (lines[0].first_of({1, 2}, None), lines[0].receive(1)) == (1, b"of 1")
+    lines[2].close()
+    assert lines[0].first_of({1, 2}, None) == 2
+    with pytest.raises(RuntimeError, match="rank 2 of this replica has ended"):
+        lines[0].receive(2)
 
 
 def test_a_rank_that_has_ended_ends_the_wait_of_the_others(lines: list[SignalLines]):
-    lines[0].send(b"1")
-    assert lines[2].receive() == b"1"
     lines[1].close()
-    with pytest.raises(RuntimeError, match="Connection closed by peer: another rank"):
-        lines[0].send(b"2")
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1 of this replica"):
+        while True:  # the system may take a message or two
+            lines[0].send(b"1")
     lines[0].close()
-    with pytest.raises(RuntimeError, match="Connection closed by peer: another rank"):
-        lines[2].receive()
+    with pytest.raises(RuntimeError, match="Connection closed by peer: rank 0 of this replica"):
+        while True:
+            lines[2].receive()
 
 
 @pytest.mark.parametrize(
@@ -93,12 +69,11 @@ def test_a_rank_that_has_ended_ends_the_wait_of_the_others(lines: list[SignalLin
     ],
 )
 def test_a_process_without_the_key_is_no_rank(said: bytes):
-    barrier, known = threading.Barrier(RANKS), threading.Event()
-    ports: dict[int, Any] = {}
+    of_rank, known = everyone_of(RANKS), threading.Event()
     strangers: list[socket.socket] = []
 
-    def stranger_first(rank: int) -> Callable[[Any], list[Any]]:
-        everyone = _everyone(rank, barrier, ports)
+    def stranger_first(rank: int) -> Everyone:
+        everyone = of_rank(rank)
 
         def called(value: Any) -> list[Any]:
             found = everyone(value)
@@ -112,7 +87,7 @@ def test_a_process_without_the_key_is_no_rank(said: bytes):
 
         return called
 
-    lines = _joined(stranger_first)
+    lines = joined_lines(RANKS, everyone=stranger_first)
     lines[0].send(b"1")
     assert [each.receive() for each in lines[1:]] == [b"1", b"1"]
     for each in [*lines, *strangers]:

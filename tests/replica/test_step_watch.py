@@ -83,7 +83,17 @@ def test_first_batches_that_a_grad_scaler_skips_are_no_reason_to_end():
     assert loop.error == "" and loop.batches == 42
 
 
-def test_a_loop_that_has_stepped_once_is_watched_no_more():
+def test_a_loop_that_goes_on_with_another_optimizer_is_told():
+    def each(number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        used = optimizer if number == 1 else torch.optim.SGD(model.parameters(), lr=0.01)
+        used.zero_grad(), backward(model), used.step()
+
+    loop = Loop(each)
+    assert f"took {MOST_BATCHES} batches since its last step, and no optimizer.step() of the attached" in loop.error
+    assert loop.batches == MOST_BATCHES
+
+
+def test_after_the_first_step_dropped_gradients_are_no_reason_to_end():
     def each(number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(), backward(model)
         if number == 1 or number > 2 * MOST_DROPPED:

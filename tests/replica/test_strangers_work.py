@@ -86,6 +86,22 @@ def test_who_was_harmful_is_averaged_again_once_its_work_has_made_up_for_it():
     assert_right(fleet, participants)
 
 
+def test_strangers_who_are_more_than_the_launched_replicas_do_not_decide_which_base_is_right():
+    """Three that named another base ended the launched replicas with `BaseDiverged`."""
+    fleet, participants = fleet_of(invited=[2, 3, 4], quorum=2)
+    for each in participants:
+        answer(each, GOOD, report(share=each._attempt.replica_id, score=1.0))
+    for i in (2, 3, 4):
+        key = keys.contribution(1, i)
+        said = Contribution.from_bytes(fleet.store.get(key), key)
+        fleet.store.put(key, said.model_copy(update={"base_digest": "b3:" + "0" * 64}).to_bytes())
+    commit = together([lambda each=each: close(each) for each in participants[:2]])[0].commit  # type: ignore[misc]
+    assert [each.kind for each in commit.answers] == ["delta"] * 2 + ["wrong_base"] * 3 and commit.applied
+    log = RunLog(fleet.store)
+    assert {each.digest for each in participants[:2]} == {rebuild(log, log.begins()[0]).digest}
+    assert verify_run(fleet.store).disagreement is None
+
+
 @pytest.mark.parametrize("value", [1.5, HARMFUL])
 def test_one_scorer_that_lies_moves_nothing(value):
     """Replica 2 says of everything the opposite of what it measures."""

@@ -149,8 +149,9 @@ def test_islands_of_any_sizes_train_what_single_processes_do(start, alone, model
     assert verify(str(bucket)).agrees
 
 
-def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path):
-    settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2}
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where_it_was_killed(start, tmp_path, delay):
+    settings = {"replicas": 1, "ranks_per_replica": 3, "fragments": 2, "fragment_sync_delay": delay}
     args = {"model": "fsdp", "bf16": True, "offload": True}
     run, bucket = start(args=args, **settings)
     run.wait()
@@ -276,6 +277,31 @@ def test_an_island_that_loses_a_rank_is_named_relaunched_and_ends_with_the_same_
         group = Path((tmp_path / "once").read_text())
         assert "oom_kill 1\n" in (group / "memory.oom_control").read_text()
         group.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "reason"),
+    [
+        ("SIGKILL", 1, r"rank 1 of 2 was killed by signal 9 \(SIGKILL"),
+        ("SIGSTOP", 1, "rank 1 of 2 gave no sign of life for 10 s"),
+        ("SIGSTOP", 0, "rank 0 of 2 gave no sign of life for 10 s"),
+    ],
+)
+def test_an_island_that_loses_a_rank_while_its_state_is_saved_ends_with_the_same_bits(
+    start, islands, monkeypatch, name, rank, reason
+):
+    """The rank is lost as it writes a piece of the state; the others wait for it."""
+    with running_fast_s3() as server:
+        for variable, value in server.environ().items():
+            monkeypatch.setenv(variable, value)
+        server.strike(f"1.{rank}", "/state/", name)
+        url, retry = "s3://bucket/run", {"backoff_s": 0.0, "hung_after_s": 10.0}
+        run, _ = start(args={"model": "fsdp"}, store=url, ranks_per_replica=2, retry=retry, replica_state="round")
+        run.wait()
+        assert digests(url) == digests(islands[1])
+        ended = reader_of(url).attempts.exit(1, 1)
+        assert ended is not None and re.search(reason, ended.reason), ended
+        assert verify(url).agrees
 
 
 def test_a_rank_that_imports_for_longer_than_a_hung_one_may_be_silent_is_waited_for(start, tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -221,6 +223,51 @@ def test_a_second_ctrl_c_stops_at_once_without_the_open_round(executor, tmp_path
     assert status.state == "halted" and status.snapshots[-1] == status.outer_step
     run_id = reader_of(tmp_path / "bucket").run.run_id
     assert all(executor.poll(h).state.ended for h in executor.find(run_id))
+
+
+INTERRUPTED = """
+import os, signal
+from diloco_orchestrator import LocalProcessExecutor, launch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+class Interrupted(LocalProcessExecutor):
+    def launch(self, request):
+        handle = super().launch(request)
+        if request.replica_id == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return handle
+    def cancel(self, handle):
+        super().cancel(handle)
+        os.kill(os.getpid(), signal.SIGINT)
+launch('tiny_workloads:train', store={store!r}, executor=Interrupted({folder!r}, grace_s=0.5), **{settings!r})
+"""
+
+
+def interrupted(tmp_path: Path, **args: Any) -> subprocess.Popen[str]:
+    """A process that gets Ctrl-C while it launches a run in `tmp_path / "bucket"`, and one at every cancel."""
+    settings = {"replicas": 2, "rounds": 1000, "sync_every": 3, "args": args, **FAST}
+    where = {"store": str(tmp_path / "bucket"), "folder": str(tmp_path / "executor")}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, "-c", INTERRUPTED.format(**where, settings=settings)]
+    return subprocess.Popen(program, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_replicas_are_launched_leaves_nothing_running(executor, tmp_path):
+    _, errors = interrupted(tmp_path).communicate()
+    assert errors.splitlines()[-1] == f"KeyboardInterrupt: halted; to go on: diloco resume {tmp_path / 'bucket'}"
+    reader = reader_of(tmp_path / "bucket")
+    assert reader.status().state == "halted"
+    assert len(handles := executor.find(reader.run.run_id)) == 2 and all(executor.poll(h).state.ended for h in handles)
+
+
+@pytest.mark.slow
+def test_a_third_ctrl_c_leaves_at_once_and_says_how_to_end_what_still_runs(tmp_path):
+    started = interrupted(tmp_path, pause_s=0.5)
+    wait_for((tmp_path / "bucket" / "legs/1/halt.json").exists, "the first Ctrl-C is heard")
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate()
+    attach = f"diloco attach {tmp_path / 'bucket'} ends those that are left"
+    assert errors.splitlines()[-1] == f"KeyboardInterrupt: left before all replicas had ended: {attach}"
 
 
 @pytest.mark.slow

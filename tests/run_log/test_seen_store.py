@@ -13,7 +13,7 @@ from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.seen_store import SeenStore
-from diloco_orchestrator.store.retrying import RetryingStore, without_read_back
+from diloco_orchestrator.store.retrying import RetryingStore
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_create_that_lost_shows_what_came_first(engine, seen):
     key = keys.commit(1)
     assert not is_there(seen, key)
     engine.put(key, b"theirs")
-    assert not without_read_back(seen).create(key, b"ours")
+    assert not seen.without_read_back().create(key, b"ours")
     assert seen.get(key) == b"theirs"
 
 

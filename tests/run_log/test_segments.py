@@ -6,16 +6,26 @@ from collections.abc import Callable
 import pytest
 from long_history import LongRun
 from protocol_fleet import play
+from record_examples import EXAMPLES
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Commit
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.segments import SegmentReader, list_segments, missing_segments
+from diloco_orchestrator.run_log.segments import (
+    Manifests,
+    SegmentReader,
+    list_segments,
+    missing_segments,
+    segment_bytes,
+)
+from diloco_orchestrator.store.memory import MemoryStore
 
 FIRST = SegmentKey(1, 100, "commits")
 MANIFESTS = SegmentKey(1, 100, "manifests")
@@ -75,6 +85,25 @@ def test_a_segment_holds_the_exact_lines_of_its_commits_and_of_the_manifests_the
     assert data == b"".join(run.store.get(keys.commit(round_)) for round_ in range(1, 101))
     named = [(r, replica_id) for r in range(1, 101) for replica_id in (0, 1)]
     assert run.store.get(str(MANIFESTS)) == b"".join(run.store.get(keys.contribution(*each)) for each in named)
+
+
+def test_a_segment_of_manifests_has_64_mib_at_the_most_and_lacks_what_does_not_fit():
+    """A replica whose manifests are as long as they may be had who joins those of 100 rounds hold 800 MiB."""
+    store, large = MemoryStore(), bytes(8 * 2**20 - 9).replace(b"\0", b" ")
+    lines = [b"%d" % number + large + b"\n" for number in range(9)] + [b"short\n"]
+    for replica_id, line in enumerate(lines):
+        store.put(keys.contribution(1, replica_id), line)
+    commit = EXAMPLES["commit"].model_copy(update={"round": 1})
+    answers = tuple(
+        commit.answers[0].model_copy(update={"replica_id": i, "manifest_sha256": sha256_hex(line)})
+        for i, line in enumerate(lines)
+    )
+    entry = CommitEntry.of_no_commit(1, "", "").counted(commit.model_copy(update={"answers": answers}))
+    data = segment_bytes(store, MANIFESTS, [entry])
+    assert data == b"".join([*lines[:8], lines[9]]) and len(data) <= 64 * 2**20
+    found = Manifests(MANIFESTS, data.splitlines(keepends=True))
+    assert [found.lacks(line) for line in lines] == 10 * [False]
+    assert found.lacks(b"another that is short\n")
 
 
 def test_status_reads_each_segment_once_and_the_newest_commits_singly(run: LongRun):

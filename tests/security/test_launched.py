@@ -15,7 +15,7 @@ from diloco_orchestrator.errors import ConfigError, RunFolderTaken
 from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 from diloco_orchestrator.inspection.logs import executor_of_run
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.launching.plan import prepare_launch
+from diloco_orchestrator.launching.prepare import prepare_launch
 from diloco_orchestrator.launching.run import launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent, Offer

@@ -49,6 +49,26 @@ def test_everybody_reads_what_was_written_and_only_the_last_line_is_new():
     assert json.loads(line)["certificate"]["replica_id"] == 1
 
 
+class Forgotten(dict[object, object]):
+    """A cache that another thread clears right after every write, as one does after 65,536 names."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+
+def test_names_that_another_thread_forgets_in_between_are_found():
+    """A thread that had just made or found a name ended with KeyError, or took its object for missing."""
+    fleet = Fleet()
+    views = [fleet.replica(1), *fleet.views()]
+    for view in views:
+        view.get(keys.RUN)
+        (rules,) = view._known
+        assert rules is not None
+        rules.names, rules.certified = Forgotten(), Forgotten()  # type: ignore[assignment]
+    assert views[0].create(WHERE, MANIFEST.to_bytes())
+    assert [view.get(WHERE) for view in views] == 4 * [MANIFEST.to_bytes()]
+
+
 def test_records_are_signed_and_bulk_is_only_named():
     for kind in KINDS:
         (form, *_) = kind.forms

@@ -1,9 +1,10 @@
 """Which addresses and options a store takes, and what it says of those that it does not take."""
 
+import os
+
 import pytest
 
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError, StoreUnavailable
-from diloco_orchestrator.store.base import endpoint_of
 from diloco_orchestrator.store.obstore_engine import ObstoreEngine
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, check_address, open_store
 
@@ -34,6 +35,15 @@ def test_what_has_no_create_is_refused_in_one_sentence(scheme):
 def test_an_escape_that_stores_read_in_different_ways_is_refused(scheme):
     with pytest.raises(ConfigError, match=r"holds an escape.* Write the path: /tmp/a b"):
         open_store(f"{scheme}:///tmp/a%20b")
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_a_store_sees_it(tmp_path, monkeypatch):
+    (folder := tmp_path / os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(folder)
+    for url in ("runs/a", str(folder / "a")):
+        with pytest.raises(ConfigError, match=r"caf\\udce9.* is no UTF-8. Rename that folder"):
+            open_store(absolute_url(url))
+    absolute_url("runs/café")
 
 
 @pytest.mark.parametrize("url", ["S3://b/x", "FSSPEC+S3://b/x", "GS://b/x", "AZ://b/x"])
@@ -112,10 +122,10 @@ def test_one_url_on_two_servers_is_two_stores_and_one_on_one_server_is_one(
     url: str, option: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ):
     signed = {"az": UNSIGNED, "gs": {"skip_signature": True}}.get(url[:2], {"key": "k", "secret": "s"})
-    other = endpoint_of(open_store(url, signed))
-    by_option = endpoint_of(open_store(url, {**signed, option: value}))
+    other = open_store(url, signed).endpoint
+    by_option = open_store(url, {**signed, option: value}).endpoint
     monkeypatch.setenv(variable, value)
-    by_variable = endpoint_of(open_store(url, {name: signed[name] for name in signed if name != option}))
+    by_variable = open_store(url, {name: signed[name] for name in signed if name != option}).endpoint
     assert other != by_option == by_variable
 
 

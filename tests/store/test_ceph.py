@@ -18,7 +18,6 @@ from diloco_orchestrator.errors import ObjectMissing, StoreDenied
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.store.probe import probe
-from diloco_orchestrator.store.retrying import without_read_back
 from diloco_orchestrator.store.s3 import open_s3
 
 pytestmark = pytest.mark.slow
@@ -41,7 +40,7 @@ def url(ceph: S3Server) -> str:
 def test_of_eight_writers_at_once_one_creates_the_object_and_its_bytes_stay(engine: str, ceph: S3Server, url: str):
     store = open_store(engine + url, ceph.options())
     probe(store)
-    racing = without_read_back(store)
+    racing = store.without_read_back()
     with ThreadPoolExecutor(WRITERS) as threads:
         for number in range(ROUNDS):
             bodies = [f"{number} {writer}".encode() * 100 for writer in range(WRITERS)]

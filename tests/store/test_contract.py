@@ -19,7 +19,7 @@ from s3_server import S3Server
 
 from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, StoreDenied, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import Store, open_file
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.obstore_engine import open_local
 from diloco_orchestrator.store.open_store import open_store, readable_url
@@ -80,14 +80,14 @@ def test_what_was_put_is_what_everyone_gets(reopen: Opener):
 def test_an_object_that_is_a_file_has_the_bytes_that_everyone_gets(reopen: Opener):
     store = reopen()
     store.put("a/b.bin", b"bytes")
-    file = open_file(store, "a/b.bin")
+    file = store.open_file("a/b.bin")
     if file is None:
         return  # no folder, or one of another machine
     with file:
         store.put("a/b.bin", b"other")
         assert file.read() == b"bytes"
     with pytest.raises(ObjectMissing, match=r"a/c\.bin does not exist"):
-        open_file(store, "a/c.bin")
+        store.open_file("a/c.bin")
 
 
 def test_put_replaces_and_may_be_repeated(store: Store):

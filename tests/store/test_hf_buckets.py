@@ -17,7 +17,6 @@ from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.inspection.doctor import examine_store
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.store.base import endpoint_of
 from diloco_orchestrator.store.open_store import open_store, readable_url
 from diloco_orchestrator.supervision.launch_request import extras_for
 
@@ -49,7 +48,7 @@ def test_endpoint_and_region_of_the_environment_are_those_of_another_store(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_REGION", "auto")
     assert open_store(url, hf_gateway.options()).create("key", b"x")
-    assert endpoint_of(open_store("hf://buckets/me/b/run", KEYS)) == "https://s3.hf.co/me"
+    assert open_store("hf://buckets/me/b/run", KEYS).endpoint == "https://s3.hf.co/me"
 
 
 def test_who_has_no_right_is_told_at_the_first_call(hf_gateway: HfGateway, url: str):

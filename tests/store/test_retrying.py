@@ -12,7 +12,7 @@ from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, 
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import LASTING
-from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, _Opened, without_read_back
+from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, _Opened
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy
 
 
@@ -77,6 +77,23 @@ def test_a_create_whose_reply_was_lost_is_ours_when_it_reads_back():
     assert store.get("key") == b"with a write id"
 
 
+def test_of_an_object_that_may_be_ours_no_more_is_read_than_ours_has():
+    """Somebody else's may be as large as it likes: gigabytes went into memory."""
+
+    class Reads(FaultyStore):
+        largest = 0
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            data = super().get(key, start, end)
+            self.largest = max(self.largest, len(data))
+            return data
+
+    store = Reads()
+    store.put("key", b"ours" + bytes(2**20))
+    assert not retrying(store).create("key", b"ours")
+    assert store.largest == 5
+
+
 def test_a_create_lost_to_somebody_else_meanwhile_is_not_ours():
     store = FaultyStore(*hiccups(1))
     MemoryStore.create(store, "key", b"theirs")
@@ -114,7 +131,7 @@ def test_a_process_that_was_asked_to_leave_tries_for_a_short_time():
         patient.get("key")
     leaving[0], began = True, clock.now()
     with pytest.raises(StoreUnavailable):
-        without_read_back(patient).create("key", b"x")
+        patient.without_read_back().create("key", b"x")
     assert 20 <= clock.now() - began <= 20 + LASTING.longest_pause_s
 
 
@@ -320,7 +337,7 @@ def test_a_refused_store_is_opened_anew_by_one_of_its_threads_for_all():
     found = reached(store, clock, reopen=reopen)
     store.faults = [StoreDenied(FORBIDDEN)] * 1000
     assert found.get("key") == b"x" and len(opened) == 2
-    assert without_read_back(found).create("other", b"1") is True and opened[1].get("other") == b"1"
+    assert found.without_read_back().create("other", b"1") is True and opened[1].get("other") == b"1"
 
 
 def test_of_two_threads_that_were_refused_together_one_opens_the_store_anew():

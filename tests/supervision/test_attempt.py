@@ -88,6 +88,8 @@ def ended(outcome: Outcome, reason: str, at: float = NOW) -> Ended:
 
 
 QUEUED = replace(RUNNING, pending=True)
+NO_IMAGE = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "image", message="no image"))
+STARTS_NOT = replace(QUEUED, waits_for="no image")
 REFUSED_POD = VendorSaid(ReplicaStatus(ReplicaState.PENDING, "refused", message="its pod is refused"))
 
 
@@ -203,6 +205,8 @@ ROWS = [
     (replace(DENIED, retry_at=1000.1), Tick(), replace(DENIED, retry_at=1000.1)),
     # launched
     (RUNNING, said(ReplicaState.PENDING), QUEUED),
+    (replace(RUNNING, running_since=None), said(ReplicaState.PENDING), replace(QUEUED, running_since=None)),
+    (replace(RUNNING, running_since=None), NO_IMAGE, replace(STARTS_NOT, running_since=NOW), WriteWaiting("no image")),
     (RUNNING, REFUSED_POD, replace(QUEUED, waits_for="its pod is refused"), WriteWaiting("its pod is refused")),
     (replace(RUNNING, waits_for="its pod is refused"), REFUSED_POD, replace(QUEUED, waits_for="its pod is refused")),
     (QUEUED, said(ReplicaState.RUNNING), RUNNING),
@@ -262,7 +266,7 @@ ROWS = [
     (CALLED, LaunchReturned(HANDLE, 2.0), CANCELLING, WriteHandle(HANDLE, 2.0), CallCancel(HANDLE)),
     (CALLED, LaunchFailed(Outcome.NO_CAPACITY, "no machine"), HUNG),
     (CALLED, LaunchDenied("no"), HUNG),
-    (CALLED, LaunchUnavailable("502", None, 0.0), HUNG),
+    (CALLED, LaunchUnavailable("502", None, 0.0), SOUGHT),
     (SOUGHT, HandleSeen(HANDLE, ours=True), CANCELLING),
     (SOUGHT, HandleSeen(OTHER, ours=False), HUNG),
     (SOUGHT, SearchDone(HANDLE), CANCELLING, *FOUND),
@@ -279,12 +283,14 @@ ROWS = [
     (CANCELLING, ExitSeen(75, "told"), HUNG),
     (CANCELLING, ExitSeen(0, "told"), ended(Outcome.DONE, "told (exit code 0)")),
     (CANCELLING, CancelAccepted(), replace(ACCEPTED, cancelled_at=NOW)),
-    (CANCELLING, CancelFailed("away"), CANCELLING),
-    (replace(CANCELLING, blind=True), CancelFailed("away"), HUNG),
+    (CANCELLING, CancelFailed("away"), replace(CANCELLING, call_at=1010.0)),
+    (replace(CANCELLING, blind=True), CancelFailed("away"), replace(CANCELLING, blind=True, call_at=1010.0)),
+    (replace(CANCELLING, blind=True, cancelled_at=879.9), CancelFailed("away"), HUNG),
     (CANCELLING, CancelAsked("again"), CANCELLING),
     (CANCELLING, BeatSeen(8), CANCELLING),
     (CANCELLING, LegStopped(), CANCELLING),
     (CANCELLING, Tick(), CANCELLING, CallCancel(HANDLE)),
+    (replace(CANCELLING, call_at=1000.1), Tick(), replace(CANCELLING, call_at=1000.1)),
     (replace(CANCELLING, cancelled_at=0.0), Tick(), replace(CANCELLING, cancelled_at=0.0), CallCancel(HANDLE)),
     (ACCEPTED, Tick(), ACCEPTED),
     (replace(ACCEPTED, cancelled_at=879.9), Tick(), HUNG),

@@ -129,6 +129,8 @@ def test_a_replica_that_nobody_can_see_or_end_is_replaced_when_its_heartbeat_sto
     scene.ends(0, 1, ReplicaState.UNKNOWN)
     scene.executor.refuse_cancel = 10**6
     scene.steps(coordinator, 120)
+    assert (0, 2) not in scene.executor.launched, "the provider may be away for two minutes"
+    scene.steps(coordinator, 120)
     assert (0, 2) in scene.executor.launched
     coordinator.stop("halted", "enough")
     for replica_id, attempt in ((0, 2), (1, 1)):
@@ -366,8 +368,42 @@ def test_a_cancel_that_the_vendor_refuses_is_tried_again():
     coordinator.step()
     beat(scene, 0, 1, 1)
     scene.executor.refuse_cancel = 3
-    scene.steps(coordinator, 60)
+    scene.steps(coordinator, 80)
     assert scene.executor.cancelled == [(0, 1)]
+
+
+def test_a_machine_that_cannot_start_an_attempt_is_not_paid_for_ever():
+    """As by a misspelt image: each of its pods holds a node with GPUs."""
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing={"startup_timeout_s": 300.0})
+    coordinator = scene.coordinator()
+    words = 'Back-off pulling image "trian:7"'
+    queued, backs_off = (ReplicaStatus(ReplicaState.PENDING, each, message=words) for each in ("", "image"))
+    scene.executor.states = {(0, 1): queued, (1, 1): backs_off}
+    scene.steps(coordinator, 400)
+    assert scene.executor.cancelled == [(1, 1)]
+    cancel = AttemptRecords(scene.fleet.store).cancel(1, 1)
+    assert cancel is not None and cancel.reason.startswith("hung: ") and words in cancel.reason
+
+
+def test_a_hung_replica_is_ended_though_its_provider_is_away_for_a_minute_just_then():
+    scene = Scene(retry={"hung_after_s": 30.0, "backoff_s": 0.0}, timing=PATIENT)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    beat(scene, 0, 1, 1)
+    scene.ends(0, 1, ReplicaState.UNKNOWN)
+    scene.executor.refuse_cancel = 5
+    scene.steps(coordinator, 100)
+    assert scene.executor.cancelled == [(0, 1)] and (0, 2) not in scene.executor.launched
+
+
+def test_a_refused_cancel_is_not_repeated_at_every_step():
+    scene = Scene()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    scene.executor.refuse_cancel = 10**6
+    coordinator.cancel_all("nobody needs it")
+    scene.steps(coordinator, 60)
+    assert 10**6 - scene.executor.refuse_cancel == 2 * 6 + 2
 
 
 def test_leftovers_of_a_finished_run_are_cancelled_and_then_it_is_over():

@@ -307,6 +307,7 @@ SILENCE = [
     # state, how long it is silent at 1100, at 1500 and at 2000 (the start-up timeout is 300)
     pytest.param(Running(0.0, None, HANDLE), (0, 0, 0), id="waits for a machine"),
     pytest.param(Running(0.0, None, HANDLE, running_since=1000.0), (0, 500, 1000), id="runs, no heartbeat yet"),
+    pytest.param(Running(0.0, None, HANDLE, 1000.0, pending=True), (0, 500, 1000), id="its machine cannot start it"),
     pytest.param(Running(0.0, None, HANDLE, blind_since=1000.0), (0, 500, 1000), id="unknown, no heartbeat yet"),
     pytest.param(Running(0.0, None, HANDLE, 1300.0, 1000.0), (0, 0, 700), id="ran before it became unknown"),
     pytest.param(Running(0.0, BEATEN, HANDLE), (100, 500, 1000), id="has sent heartbeats"),

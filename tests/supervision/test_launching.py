@@ -1,5 +1,6 @@
 """Launches that take their time, are refused, or meet no machine; what is sent to machines elsewhere."""
 
+import errno
 import json
 import traceback
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted import STAMP, Scene
+from scripted import STAMP, Scene, ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.config import make_config
@@ -22,7 +23,7 @@ from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.supervision.attempt_types import GivenUp
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
-from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus
+from executors.contract import ExecutorDenied, ExecutorError, NoCapacity, ReplicaState, ReplicaStatus, Unavailable
 from replica.process.run_attempt import LeavingNotice
 
 
@@ -89,6 +90,48 @@ def test_what_a_call_starts_after_its_attempt_was_counted_as_ended_is_cancelled(
     scene.background.work()
     coordinator.step()
     assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+
+
+class LosesReplies(ScriptedExecutor):
+    """A provider that starts what it is asked for, and whose replies are lost."""
+
+    def launch(self, request):
+        super().launch(request)
+        raise Unavailable("no answer for 60 s")
+
+
+def test_what_a_call_without_an_answer_has_started_is_cancelled_where_nobody_needs_it_any_more():
+    scene = Slow()
+    scene.executor = LosesReplies()
+    coordinator = scene.coordinator()
+    coordinator.step()
+    coordinator.cancel_all("nobody needs it")
+    scene.background.work()
+    scene.steps(coordinator, 3.0)
+    assert sorted(scene.executor.cancelled) == [(0, 1), (1, 1)]
+
+
+def test_a_launcher_that_has_no_process_left_for_a_moment_tries_the_same_attempt_again():
+    scene = Scene(retry={"max_errors": 0})
+    scene.executor.refuse_launch[0, 1] = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 30.0)
+    assert scene.executor.launched == [(1, 1)]
+    del scene.executor.refuse_launch[0, 1]
+    scene.steps(coordinator, 60.0)
+    assert scene.executor.launched == [(1, 1), (0, 1)]
+    scene.executor.denied = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    scene.steps(coordinator, 60.0)
+    assert coordinator.alive() == [0, 1], "a poll that this machine cannot make says nothing"
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_launch():
+    scene = Scene(retry={"max_errors": 0})
+    scene.executor.refuse_launch[0, 1] = FileNotFoundError(errno.ENOENT, "no such interpreter")
+    coordinator = scene.coordinator()
+    scene.steps(coordinator, 3.0)
+    result = coordinator.reader.log.result(1)
+    assert result is not None and result.status == "failed" and "no such interpreter" in result.reason
 
 
 def test_a_coordinator_that_dies_while_it_launches_leaves_the_attempt_to_the_next():

@@ -11,6 +11,7 @@ import html
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +66,11 @@ class FastS3:
     def forget(self, part: str) -> int:
         """Delete every object whose key contains `part`. Returns how many there were."""
         return int(self._control(f"forget?part={quote(part)}"))
+
+    def strike(self, peer: str, part: str, name: str) -> None:
+        """Send the signal `name` to the rank `peer`, "<replica>.<rank>", when it first writes an object whose key
+        contains `part`, before it gets an answer."""
+        self._control(f"strike?peer={peer}&part={quote(part)}&name={name}")
 
     def _control(self, path: str) -> bytes:
         with urllib.request.urlopen(f"{self.url}{CONTROL}{path}") as reply:
@@ -159,6 +165,7 @@ class Server(ThreadingHTTPServer):
         self.counted: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
         self.payload_bytes: Counter[str] = Counter()
+        self.strikes: list[dict[str, str]] = []  # by `FastS3.strike`, still to come
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -185,6 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.payload_bytes[f"state {self._peer}"] += len(body)
             largest = self.server.payload_bytes["largest of a state"]
             self.server.payload_bytes["largest of a state"] = max(largest, len(body))
+        for each in [each for each in self.server.strikes if body and each["part"] in key]:
+            if each["peer"] == self._peer:
+                self.server.strikes.remove(each)
+                os.kill(self._process, signal.Signals[each["name"]])
         match kind:
             case "LIST":
                 self._list(key.rstrip("/"), query)
@@ -223,12 +234,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(200, json.dumps(moved).encode())
         if path == "payload_bytes":
             return self._reply(200, json.dumps(self.server.payload_bytes).encode())
+        if path == "strike":
+            self.server.strikes.append(query)
+            return self._reply(200)
         return self._reply(200, str(self.server.objects.forget(query["part"])).encode())
 
     @cached_property
+    def _process(self) -> int:
+        """The pid of the process at the other end of this connection."""
+        return process_of(self.client_address[1], self.server.server_port)
+
+    @cached_property
     def _peer(self) -> str:
-        """The replica and the rank at the other end of this connection, "<replica>.<rank>", by their process."""
-        return rank_of(self.client_address[1], self.server.server_port)
+        """The replica and the rank at the other end of this connection, "<replica>.<rank>"."""
+        return rank_of(self._process)
 
     def _created(self, done: bool, key: str) -> None:
         if done:
@@ -307,22 +326,30 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is printed per request."""
 
 
-def rank_of(port: int, server_port: int) -> str:
-    """ "<replica>.<rank>" of the process on this machine that connects from `port`, by Linux's /proc; "" for none."""
+def process_of(port: int, server_port: int) -> int:
+    """The pid of the replica's process on this machine that connects from `port`, by Linux's /proc; 0 for none."""
     ends = f":{port:04X}", f":{server_port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inode = next((row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])), "")
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().decode().split("\0")
-            if "--replica-id" not in words or f"socket:[{inode}]" not in map(os.readlink, (process / "fd").iterdir()):
-                continue
-            names = (process / "environ").read_bytes().decode().split("\0")
+            if "--replica-id" in words and f"socket:[{inode}]" in map(os.readlink, (process / "fd").iterdir()):
+                return int(process.name)
         except OSError:  # it has ended
             continue
-        rank = next((name.removeprefix("RANK=") for name in names if name.startswith("RANK=")), "0")
-        return f"{words[words.index('--replica-id') + 1]}.{rank}"
-    return ""
+    return 0
+
+
+def rank_of(pid: int) -> str:
+    """ "<replica>.<rank>" of a replica's process; "" if there is none."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        names = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:
+        return ""
+    rank = next((name.removeprefix("RANK=") for name in names if name.startswith("RANK=")), "0")
+    return f"{words[words.index('--replica-id') + 1]}.{rank}"
 
 
 def main() -> None:

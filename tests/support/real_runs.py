@@ -25,7 +25,7 @@ FAST: dict[str, Any] = {
 }
 
 
-def digests(folder: Path) -> list[str]:
+def digests(folder: Path | str) -> list[str]:
     return [commit.base_digest for commit in RunReader(open_store(str(folder))).commits()]
 
 
@@ -55,7 +55,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def reader_of(folder: Path) -> RunReader:
+def reader_of(folder: Path | str) -> RunReader:
     return RunReader(open_store(str(folder)))
 
 

@@ -7,7 +7,7 @@ its ranks, ends all of them once one has failed, and writes the exit record; ran
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ _POLLS_S = (0.001, 0.3)  # first and longest pause of one that waits for a messa
 
 @dataclass
 class Wire:
-    """The queues between the ranks of one attempt. `timeout_s`: the limit of a message of the group "data"."""
+    """The queues between the ranks of one attempt. `timeout_s`: the limit of a message of "data" and "tensors"."""
 
     timeout_s: float
     processes: list[Process] = field(default_factory=list)
@@ -46,11 +46,14 @@ class Wire:
         while not queue:
             clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLLS_S[1])
-            if not queue and (self.processes[source].killed or self.processes[source].ended):
+            if not queue and self.is_gone(source):
                 raise RuntimeError("[gloo] Connection closed by peer")
-            if not queue and group == "data" and clock.now() - since > self.timeout_s:
+            if not queue and group in ("data", "tensors") and clock.now() - since > self.timeout_s:
                 raise RuntimeError(f"[gloo] Timed out waiting {self.timeout_s} s")
         return pickle.loads(queue.popleft())
+
+    def is_gone(self, rank: int) -> bool:
+        return self.processes[rank].killed or self.processes[rank].ended
 
 
 class _Turns:
@@ -78,7 +81,8 @@ class SimOwners(RankOwners):
     """`RankOwners` over a `Wire`, whose other ranks serve in a virtual thread."""
 
     def __init__(self, rank: int, ranks: int, wire: Wire, clock: VirtualClock, **own: object) -> None:
-        super().__init__(0, ranks, None, clock=clock, **own)  # as rank 0, which starts no real thread
+        # As rank 0, which starts no real thread.
+        super().__init__(0, ranks, None, None, wire.timeout_s, clock=clock, **own)
         self.rank, self._wire, self._clock = rank, wire, clock
         self._one_call = _Turns(clock, excludes=True)  # type: ignore[assignment]
         self._changed = _Turns(clock, excludes=False)  # type: ignore[assignment]
@@ -92,22 +96,33 @@ class SimOwners(RankOwners):
         self._wire.send("tensors", self.rank, to, data.clone())
 
     def receive(self, data: torch.Tensor, source: int) -> None:
-        data.copy_(self._wire.receive(self._clock, "tensors", source, self.rank))
+        with self._named(source):
+            data.copy_(self._wire.receive(self._clock, "tensors", source, self.rank))
 
     def _send(self, body: bytes) -> None:
-        for rank in range(1, self.ranks):
-            self._wire.send("shards", 0, rank, body)
+        for rank in [0] if self.rank else range(1, self.ranks):
+            self._wire.send("shards", self.rank, rank, body)
 
     def _received(self) -> bytes:
         body: bytes = self._wire.receive(self._clock, "shards", 0, self.rank)
         return body
 
-    def _reply(self, found: Any, error: BaseException | None) -> None:
-        self._wire.send("shards", self.rank, 0, (found, error))
+    def _first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
+        since, pause_s = self._clock.now(), _POLLS_S[0]
+        while within_s is None or self._clock.now() - since < within_s:
+            for rank in sorted(ranks):
+                if self._wire.queues["shards", rank, 0] or self._wire.is_gone(rank):
+                    return rank
+            self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLLS_S[1])
+        return None
 
-    def _answer_of(self, rank: int) -> tuple[Any, BaseException | None]:
-        answer: tuple[Any, BaseException | None] = self._wire.receive(self._clock, "shards", rank, 0)
-        return answer
+    def _answer_of(self, rank: int) -> tuple[Any, BaseException | None] | None:
+        try:
+            found, error = pickle.loads(self._wire.receive(self._clock, "shards", rank, 0))
+        except RuntimeError:
+            return None
+        return found, error
 
 
 class SimRanks(Ranks):

@@ -14,7 +14,7 @@ from virtual_time import VirtualClock, VirtualTime
 
 from diloco_orchestrator.errors import StoreFull, StoreUnavailable
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.memory import MemoryStore
 
 _FIRST_SNAPSHOT = keys.snapshot(0, "").rstrip("/")  # of any version
@@ -74,8 +74,8 @@ class Bucket(MemoryStore):
                 super().put(key, bytes([data[0] ^ 1]) + data[1:])
 
 
-class Network:
-    """One process's way to the bucket: takes time, fails, loses replies, repeats itself. A `Store`."""
+class Network(Store):
+    """One process's way to the bucket: takes time, fails, loses replies, repeats itself."""
 
     def __init__(self, bucket: Bucket, plan: Plan, clock: VirtualClock, chance: random.Random, trace: Any) -> None:
         self.url = bucket.url

@@ -266,8 +266,8 @@ class VirtualBackground:
         future.process = world.spawn(f"{root.name} thread {self._threads}", run, owner=root)
         return future
 
-    def every(self, interval_s: float, call: Callable[[], None]) -> "_VirtualPeriodic":
-        return _VirtualPeriodic(self, self._clock, interval_s, call)
+    def every(self, interval_s: float, call: Callable[[], None]) -> Callable[[], None]:
+        return _VirtualPeriodic(self, self._clock, interval_s, call).stop
 
 
 class _VirtualPeriodic:

@@ -6,7 +6,8 @@ from typing import Any
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Disagreement, Verification
 from diloco_orchestrator.inspection.witness import heads_seen
-from diloco_orchestrator.protocol.head import Head
+from diloco_orchestrator.protocol.head import Head, Noted
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 __all__ = ["Disagreement", "Verification", "verify", "verify_run"]
@@ -54,8 +55,10 @@ def verify(
     if load or build or score:
         from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
-    place = None if witness is None else open_store(absolute_url(witness), storage_options, must_exist=True)
-    noted = () if place is None else heads_seen(place, witnessed_by)
+    noted: Sequence[Noted] = ()
+    if witness is not None:
+        place = open_store(absolute_url(witness), storage_options, retry=INTERACTIVE, must_exist=True)
+        noted = heads_seen(of_run(place), witnessed_by)
     done = verify_run(store, on_round, Head.parse(expect) if expect else None, signed_by, noted)
     if (load or build or score) and done.agrees:
         check_loading(store, done, build, score, heldout_items, tolerance)

@@ -314,7 +314,7 @@ class _Verifier:
         self._check_noted(entry)
         _check_not_void(key, entry)
         manifests = self._bases.manifests(commit)
-        check_claims(key, commit, manifests, derived.digest, self._done)
+        check_claims(key, commit, manifests, derived.digest, self._log.run.config.invited, self._done)
         _check_not_void(key, self._with_verdict(entry, manifests))
         if entry.void:
             self._done.notes.append(f"{key} is void and averages nobody: {entry.void}")

@@ -1,7 +1,7 @@
 """Checks what a commit says that makes it void for no replica: claims of its base, clipped replicas, round metrics."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal
@@ -39,17 +39,20 @@ def check_claims(
     commit: Commit,
     manifests: Mapping[int, Contribution | None],
     digest: str | None,
+    invited: Collection[int],
     done: Verification,
 ) -> None:
     """Compare the base digests in a round's manifests with `digest`, that of the recomputed base it started from.
 
+    `invited`: replicas of strangers, whose claims do not decide which base a round is averaged on.
     `digest` None: it was not recomputed, so the manifests are compared only with the commit. One replica with another
     digest is tolerated by the protocol, and noted in `done`. Raises `Differs` if the commit averages several replicas
     with its base digest, which is not `digest`, or if more of its manifests name another base digest than the commit's.
     """
     claims = {i: m.base_digest for i, m in manifests.items() if m is not None and m.base_digest}
     contributing = {i for i, m in manifests.items() if m is not None and m.kind != "abstention"}
-    _check_group(key, commit, {i: claims[i] for i in claims if i in contributing} or claims)
+    counted = {i: claims[i] for i in claims if i not in invited} or claims
+    _check_group(key, commit, {i: counted[i] for i in counted if i in contributing} or counted)
     if digest is None:
         return
     for replica_id, claim in sorted(claims.items()):

@@ -21,7 +21,10 @@ from diloco_orchestrator.snapshots.reader_folder import Files, files_of
 
 
 class ModelWriter:
-    """Makes model files for bases of one run, with untrained tensors of snapshot 0. Raises `NoSuchRun`."""
+    """Makes model files for bases of one run; tensors that are not trained are those of the run's first snapshot.
+
+    Raises `NoSuchRun` if no replica has brought a model yet.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
         start = run_log.start()
@@ -38,7 +41,8 @@ class ModelWriter:
         `RecordInvalid` if the buffers cannot be read.
         """
         has_some = self.start.buffers is not None and round_ > 0
-        buffers = buffers_of(self._log.store, round_, averaged) if has_some else {}
+        invited = self._log.run.config.invited
+        buffers = buffers_of(self._log.store, round_, averaged, invited) if has_some else {}
         return files_of(base, self._first.with_buffers(buffers))
 
 
