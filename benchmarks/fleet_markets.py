@@ -3,7 +3,8 @@
 `TUNED` are those that the policy was written with. `OTHERS` came afterwards; what it lost in two of them (own nights,
 lone) changed it later. `LAST` came after that change. `PUBLISHED` are records (`spot_records`). Losses in all of these
 changed it once more: a replica leaves once it has overpaid a start elsewhere. `FRESH` came after that, and changed
-nothing; nor did `FAST`.
+nothing. Losses in `FAST` changed it: few tokens beyond those of `least` are bought where they cost more than on average
+so far. `DRAWN`, whose laws are drawn from their numbers, came after that, and changed nothing.
 What is published elsewhere has the shape of "flicker": in the traces of github.com/skypilot-org/spot-traces (AWS, V100,
 16 machines, August 2023, every five minutes; Wu et al., NSDI 2024) a zone has all 16 machines or none at nearly every
 look, for five minutes or days. Spot prices at a third of on demand: "roughly 66 %" less, spell.ml's deep dive into
@@ -14,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from spot_records import G2_USD, K80_MACHINES, LOOK_S, V100_MACHINES, V100_RARE
 
@@ -369,6 +371,61 @@ def peaks(draw: random.Random, ticks: int) -> Market:
     return Market(sites)
 
 
+# -- drawn: nobody chose what they are --------------------------------------------------------------------------------
+
+
+def _between(draw: random.Random, low: float, high: float) -> float:
+    """Log-uniform."""
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+
+def _drawn_prices(law: random.Random, draw: random.Random, usd: float, ticks: int) -> list[float]:
+    """Fixed, or wandering around a level and back, or of two levels in turn; in minutes or in days."""
+    level, shape = usd * law.uniform(0.2, 0.6), law.choice(["fixed", "wanders", "turns"])
+    minutes, every = _between(law, 10.0, 2880.0), law.choice([1, 5, 60])
+    spread, factor = law.uniform(0.05, 0.5), _between(law, 1.3, 6.0)
+    if shape == "fixed":
+        return [round(level, 3)] * ticks
+    found, log, high = list[float](), draw.gauss(0.0, spread), draw.random() < 0.5
+    keeps = math.exp(-every / minutes)
+    for tick in range(ticks):
+        if tick % every == 0:
+            log = keeps * log + math.sqrt(1 - keeps**2) * draw.gauss(0.0, spread)
+            high ^= draw.random() > keeps
+        found.append(round(level * (math.exp(log) if shape == "wanders" else factor if high else 1.0), 3))
+    return found
+
+
+def _drawn_machines(law: random.Random, draw: random.Random, ticks: int) -> list[int]:
+    """Enough, or all or none in turn, or coming and going one by one; in minutes or in days."""
+    shape, many = law.choice(["enough", "runs", "single"]), law.choice([2, 4, 8, 16])
+    shortest_s, minutes = _between(law, 300.0, 7200.0), _between(law, 30.0, 1440.0)
+    longest_s = shortest_s * _between(law, 2.0, 50.0)
+    if shape == "enough":
+        return [16] * ticks
+    if shape == "runs":
+        return _runs(draw, ticks, shortest_s, longest_s, many)
+    there, found = many // 2, list[int]()
+    for _ in range(ticks):
+        there += (draw.random() < (many - there) / minutes) - (draw.random() < there / minutes)
+        found.append(there)
+    return found
+
+
+def drawn(number: int, draw: random.Random, ticks: int) -> Market:
+    """One or two kinds on demand and two to five spot places, whose laws are drawn from the market's number."""
+    law = random.Random(f"law {number}")
+    sites = [_on_demand(draw, kind, ticks) for kind in law.sample(sorted(_KINDS), law.choice([1, 2]))]
+    for place in range(law.randint(2, 5)):
+        kind = law.choice(sorted(_KINDS))
+        usd = _drawn_prices(law, draw, _KINDS[kind][0], ticks)
+        sites.append(_site(draw, kind, usd, _drawn_machines(law, draw, ticks), f"{kind} spot {place}"))
+    least = law.choice([1, 2, 4])
+    dearest = max(site.usd[0] for site in sites[:2] if len(set(site.usd)) == 1)
+    return Market(sites, least, least * law.choice([2, 4]), dearest * least * law.uniform(1.2, 3.0))
+
+
+DRAWN: Mapping[str, Generator] = {f"drawn {number}": partial(drawn, number) for number in range(24)}
 FAST: Mapping[str, Generator] = {"flips": flips, "reverting": reverting, "peaks": peaks}
 FRESH: Mapping[str, Generator] = {
     "k80 zone, 2022": k80_zone,

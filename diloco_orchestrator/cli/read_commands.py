@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from diloco_orchestrator.inspection.report import Influence
     from diloco_orchestrator.inspection.status import RunReader
 
+_NARROWEST = 76  # columns that the tables of `status` need; a terminal with fewer wraps their lines, and cuts nothing
+
 
 @click.command()
 @url_argument
@@ -54,9 +56,12 @@ def status(url: str, as_json: bool) -> None:
         return
     still = why_still(found, SystemClock().wall_time())
     go_on = [f"To go on: diloco attach {quote(found.url)}"] if still else []
-    Console().print(overview(found, rounds=20, still=[*still, *go_on]))
+    console = Console()
+    if console.width < _NARROWEST:
+        console.width = _NARROWEST
+    console.print(overview(found, rounds=20, still=[*still, *go_on]))
     if failure := failure_seen_here(reader.store):
-        Console().print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
+        console.print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 
 
 @click.command()

@@ -264,11 +264,19 @@ def resume(
 @json_option
 def halt(url: str, reason: str, as_json: bool) -> None:
     """Ask the run in URL to stop after its open round, which is applied."""
+    from shlex import quote
+
+    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.inspection.explain import why_still
     from diloco_orchestrator.run_log.append import request_halt
 
     reader = reader_of(url)
+    still = why_still(reader.status(), SystemClock().wall_time())
     request_halt(reader.log, "diloco halt", reason, stamp())
-    say(as_json, {"url": reader.store.url, "halt": reason}, "asked; the run stops when its open round is committed")
+    words = ["asked; the run stops when its open round is committed"]
+    if still:  # no replica will commit it
+        words = ["asked.", *still, f"Who supervises it ends it: diloco attach {quote(reader.store.url)}"]
+    say(as_json, {"url": reader.store.url, "halt": reason, "still": still}, "\n".join(words))
 
 
 @click.command()

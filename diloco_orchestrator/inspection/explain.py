@@ -101,7 +101,7 @@ class Explanation:
     """The state of a run as sentences: what happened, why, and what to do."""
 
     # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
-    # limit, failed
+    # limit, failed, records are missing
     kind: str
     what: str  # the state and where the run is
     why: list[str]  # sentences
@@ -162,6 +162,13 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         return Explanation(
             "nobody works on it", what, [*found, *still, *scores, *_warning(status)], [*mended, *todo], statistics
         )
+    if status.lost:
+        todo = [
+            f"`diloco verify {at}` names what is missing; `diloco snapshots {at}` the models that are there.",
+            "Restore what was deleted, as it was (in a bucket with versions), and let no lifecycle rule delete in a "
+            "run's folder: `diloco gc` removes what nobody needs.",
+        ]
+        return Explanation("records are missing", what, [_sentence(status.lost), *scores], todo, statistics)
     if status.state in ("starting", "running"):
         waits, mended = _no_room(status)
         todo = ["Mend what the warning names."] if _warning(status) else []
@@ -312,10 +319,12 @@ def _sentence(words: str) -> str:
 def still_s(status: RunStatus, now: float) -> float:
     """Seconds since the newest record or heartbeat of a run that has not ended, above `retry.hung_after_s`; else 0.
 
-    `now`: seconds since 1970. A coordinator replaces a replica that has sent no heartbeat for `retry.hung_after_s`.
+    0 too where a record was deleted, because what came after it is not known. `now`: seconds since 1970. A
+    coordinator replaces a replica that has sent no heartbeat for `retry.hung_after_s`.
     """
     age_s = now - status.moved_at
-    return age_s if status.state in ("starting", "running") and age_s > status.hung_after_s else 0.0
+    goes_on = status.state in ("starting", "running") and not status.lost
+    return age_s if goes_on and age_s > status.hung_after_s else 0.0
 
 
 def why_still(status: RunStatus, now: float) -> list[str]:

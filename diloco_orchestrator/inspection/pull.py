@@ -13,7 +13,7 @@ from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folde
 from diloco_orchestrator.protocol.legs import check_base
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import check_signed_by
-from diloco_orchestrator.snapshots.default_base import default_base, default_bases
+from diloco_orchestrator.snapshots.default_base import check_not_lost, default_base, default_bases
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
 
 
@@ -36,7 +36,8 @@ def pull(
     `signed_by`: the public key that must have signed the run.
 
     Raises `ConfigError` if `destination` is not empty or the round has no base (naming the nearest), `NoSuchRun`,
-    `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, `StoreFull` among them. After
+    `RecordInvalid` or `PayloadCorrupt` for an object that was changed, and `StoreError`, with `StoreFull`, and
+    `ObjectMissing` where commits were deleted and no round is named. After
     an error `destination` is as it was before.
     """
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
@@ -50,9 +51,12 @@ def copy_model(run_log: RunLog, destination: Path, round_: int | None = None, *,
     check_new(destination)
     if sign:
         check_can_sign()
+    begins = run_log.begins()
+    if round_ is None:
+        check_not_lost(run_log, begins)
     if run_log.start() is None:
         raise NoSuchRun(f"no replica of {run_log.store.url} has brought a model yet: there is nothing to pull.")
-    begins, known = run_log.begins(), default_bases(run_log)
+    known = default_bases(run_log)
     round_ = default_base(run_log, known, begins).round if round_ is None else round_
     check_base(round_, known.bases(begins), run_log.store.url)
     write_folder(destination, _files(run_log, round_))

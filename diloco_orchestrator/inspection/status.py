@@ -22,7 +22,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.snapshots.default_base import default_base, url_of_snapshot
+from diloco_orchestrator.snapshots.default_base import check_not_lost, default_base, url_of_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.local_files import why_no_room
 
@@ -160,6 +160,7 @@ class RunStatus:
     head: str = ""  # round and sha256 of the last commit, for `verify --expect`; empty before the first
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
+    lost: str = ""  # the log's first record that was deleted, as a sentence; empty if none is known, or the leg is over
     moved_at: float = 0.0  # newest stamp of the leg's records and heartbeats: seconds since 1970, on writers' clocks
     hung_after_s: float = 180.0  # without a heartbeat until a coordinator replaces a replica
     no_room: str = (
@@ -231,9 +232,13 @@ class RunReader:
         return list(self._rows)
 
     def model(self) -> DefaultModel:
-        """Model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain breaks."""
+        """Model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain breaks, and
+        `ObjectMissing` where commits were deleted.
+        """
+        begins = self.log.begins()
+        check_not_lost(self.log, begins)
         self.rows()
-        return self._model(self.log.begins())
+        return self._model(begins)
 
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
         """The model that commands use if the user names no round, according to the commits read so far."""
@@ -257,6 +262,7 @@ class RunReader:
         newest = self.log.newest(begin)
         last = newest.commit if newest else None
         state, reason = _state(last, begin, result)
+        lost = "" if result else self.log.lost(begin)
         beats = self._newest_heartbeats(numbers)
         costs, at = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
         spent = leg_cost(list(costs.values()), begin.at, at)
@@ -269,7 +275,8 @@ class RunReader:
             run_id=self.run.run_id,
             leg=begin.leg,
             state=state,
-            reason=reason,
+            reason=lost or reason,
+            lost=lost,
             round=last.round if last else 0,
             outer_step=taken,
             outer_steps=outer_steps,

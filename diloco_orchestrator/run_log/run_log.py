@@ -124,7 +124,8 @@ class RunLog(LegRecords):
         """The commits after `position`, oldest first, each checked against the one before.
 
         Lists segments, objects with the commits of many rounds (one LIST, then one GET for each), once ten single
-        commits were read or the newest known snapshot is ten rounds ahead. At most two segments are in memory.
+        commits were read, the newest known snapshot is ten rounds ahead, or it is of a later round than the last commit
+        that is there. At most two segments are in memory.
         """
         singles, listed = 0, False
         previous = self.as_read(position.round) if position.round else None
@@ -141,7 +142,10 @@ class RunLog(LegRecords):
                     continue
             entry = self.commit(position.round + 1)
             if entry is None:
-                return
+                if listed or self.snapshot_seen <= position.round:
+                    return
+                singles = _PATIENCE  # it was deleted: a segment may hold it
+                continue
             previous = self._concluded(entry, previous, derive_verdicts)
             yield previous
             position, singles = previous.position, singles + 1
@@ -296,8 +300,25 @@ class RunLog(LegRecords):
             singles += 1
             if singles == _PATIENCE and not self.in_doubt:
                 last = self._newest = self._far_ahead(last) or last
+        if self.snapshot_seen > (last.commit.round if last else 0):  # one was deleted: a segment may hold it
+            for entry in self._each_after(last.position if last else self.leg_position(begin)):
+                last = self._newest = entry
         self._newest = last
         return last
+
+    def lost(self, begin: Begin) -> str:
+        """A sentence about the first record that is missing though a snapshot of a later round is there; else empty.
+
+        `begin`: the newest start or resume. Only snapshots that this reader has listed are known.
+        """
+        last = self.newest(begin)
+        after = last.commit.round if last else 0
+        if self.snapshot_seen <= after:
+            return ""
+        return (
+            f"{keys.START if self.start() is None else keys.commit(after + 1)} is missing, though a snapshot of round "
+            f"{self.snapshot_seen} is there: it was deleted, or the store hides it, and nothing after it is read"
+        )
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
         """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from diloco_orchestrator.allreduce.owners import ALONE, Owners
-from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import DefaultBase, DefaultBases
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -45,6 +45,19 @@ def default_base(
     if snapshots.take_of(found.round) is not None:
         return found
     return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))
+
+
+def check_not_lost(run_log: RunLog, begins: Sequence[Begin]) -> None:
+    """Raise `ObjectMissing` if snapshots show that commits were deleted: nobody knows the newest base then.
+
+    `begins`: all start and resume records. One LIST request.
+    """
+    run_log.snapshots()
+    if lost := run_log.lost(begins[-1]):
+        raise ObjectMissing(
+            f"{lost}, so that the newest model is not known. `diloco verify {run_log.store.url}` names what is left; "
+            "--round N (round_=N) takes the model after a round before."
+        )
 
 
 def ensure_default_snapshot(

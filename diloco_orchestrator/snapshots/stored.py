@@ -3,6 +3,8 @@
 The files are written by `snapshots.layout`.
 """
 
+import math
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -24,7 +26,7 @@ from diloco_orchestrator.snapshots.file_plan import (
 )
 from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM, ModelFiles
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, read_header, views
-from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
 
 class StoredSnapshot:
@@ -53,12 +55,17 @@ class StoredSnapshot:
     def base(self, start: Start) -> Base:
         """The base in the snapshot. Raises `RecordInvalid` if its digest is not the one in `snapshot.json`.
 
-        Reads each file with a part of the base once. `start`: the run's start record.
+        Reads each file with a part of the base once; none if one is longer by the record than it can be, because a file
+        is in memory as a whole. `start`: the run's start record.
         """
         dtypes, naming = dtypes_of(start.parameters), Naming.of(start)
         shapes = {parameter.name: torch.Size(parameter.shape) for parameter in start.parameters}
         base, missing = Base.zeros(shapes, start.fragments, start.shard_numel), set(dtypes)
-        for file in files_of_base(self.record.files, naming, dtypes, self._where):
+        files, most = files_of_base(self.record.files, naming, dtypes, self._where), _longest_file(start)
+        for file in files:
+            if (size := self.record.files[file].size) > most:
+                raise RecordInvalid(f"{self._where} has {file} with {size} bytes by its record; {most} are the most.")
+        for file in files:
             parameters, momenta = _parts_of_base(self._load(file), naming, dtypes, is_tensor_file(OUTER_GROUP, file))
             _check_shapes((*parameters.items(), *momenta.items()), shapes, self._where)
             base.fill(parameters, momenta)
@@ -159,6 +166,16 @@ def files_of_base(names: Collection[str], naming: Naming, dtypes: Mapping[str, t
     outer = group_files(OUTER_GROUP, names, where)
     in_model = any(dtype == torch.float32 for dtype in dtypes.values())
     return [*outer, *(group_files(naming.group, names, where) if in_model else ())]
+
+
+def _longest_file(start: Start) -> int:
+    """The most bytes of a file with a part of a base: 1 GiB, more only for tensors that the run's first files have, and
+    for parameters and momenta.
+    """
+    if start.first_files is None:
+        return sys.maxsize
+    first = sum(info.size for info in start.first_files.values())
+    return max(OBJECT_LIMIT, first + 12 * sum(math.prod(parameter.shape) for parameter in start.parameters))
 
 
 def _check_shapes(found: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Size], where: str) -> None:

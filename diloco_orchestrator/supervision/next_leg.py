@@ -21,7 +21,7 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
-from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
+from diloco_orchestrator.snapshots.default_base import check_not_lost, ensure_default_snapshot
 from diloco_orchestrator.supervision.rotation import begin_epoch, is_asked_for
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,12 @@ def begin_next_leg(
         guard: the guard's settings in this leg, where it begins anew.
 
     Raises `ConfigError` for a run that goes on, for a round without a base, for settings that a leg cannot have, and if
-    somebody else has begun the leg meanwhile; `NoSuchRun` if no replica ever brought a model.
+    somebody else has begun the leg meanwhile; `NoSuchRun` if no replica ever brought a model; `ObjectMissing` if
+    commits were deleted.
     """
-    begins, commits, url = run_log.begins(), run_log.commits(), run_log.store.url
+    begins, url = run_log.begins(), run_log.store.url
+    check_not_lost(run_log, begins)
+    commits = run_log.commits()
     last = commits[-1] if commits else None
     leg = begins[-1].leg
     if run_log.result(leg) is None and (last is None or last.leg != leg or last.stop == "none"):

@@ -37,11 +37,13 @@ from diloco_orchestrator.supervision.fleet_policy import (
     places_of_common_causes,
 )
 from diloco_orchestrator.supervision.launch_request import prices_of
+from diloco_orchestrator.supervision.place_answers import Answers
 from diloco_orchestrator.supervision.record_events import Who
 
 log = logging.getLogger(__name__)
 
 _PRICES_S = 60.0  # between two questions about prices; executors remember what they asked a provider
+_PAID_S = 86400.0  # how long dollars and tokens count for the cost of a token so far, in the mean
 _PATIENCE_S = 600.0  # of an attempt that a provider keeps waiting for a machine
 _REFUSED_S = 60.0  # of one whose launch the provider refuses or cannot answer
 # How an attempt that never trained ends where its place has no machine for it, or a bad one.
@@ -68,14 +70,16 @@ class PlaceBook:
         self._places = places
         self.limits = limits_of(config, places.usd_per_hour)
         self._ranks = config.ranks_of(0)
-        self._answers = {name: placing.Answers() for name in places.places}
+        self._answers = {name: Answers() for name in places.places}
         self._prices: Mapping[str, Price | None] = {}
         self._prices_at = -math.inf
         self._speeds = PlaceSpeeds(place_of)
         self._without_beat: dict[Who, tuple[str, float]] = {}  # place and launch of attempts that have not trained yet
         self._queued_at: dict[Who, float] = {}  # when those were last seen without a machine
         self._overpaid: dict[Who, float] = {}  # dollars, of attempts that train
-        self._overpaid_at = math.inf
+        self._counted_at = math.inf
+        self._paid_usd = 0.0  # for all machines, of late
+        self._paid_s: dict[str, float] = {}  # seconds of replicas that trained by place, of late
         self._by_place: set[Who] = set()  # attempts that ended without having trained
         self._round = self._moved_round = round_
         self._round_ended = False
@@ -113,7 +117,7 @@ class PlaceBook:
         cancelled = {each.replica_id for each in hung}
         shut = self._shut(given_up_by(actions, views))
         places = [_refusing(each) if each.name in shut else each for each in self._place_views(now)]
-        self._overpay(places, views, now)
+        self._count(places, views, now)
         view = placing.PlacesView(
             places,
             [_seat_of(each, launches, cancelled, self._overpaid.get(each.who, 0.0)) for each in views],
@@ -123,6 +127,7 @@ class PlaceBook:
             asked,
             left_usd,
             self._heading,
+            self._usd_per_token(places),
         )
         numbers = {each.replica_id: each.attempt for each in views}
         while not isinstance(decision := placing.place(view, now, self.limits), placing.Wait):
@@ -194,16 +199,32 @@ class PlaceBook:
         if place in self._answers:
             self._answers[place] = self._answers[place].refused(why, launched_at, now)
 
-    def _overpay(self, places: Sequence[placing.PlaceView], views: Sequence[ReplicaView], now: float) -> None:
-        """Add what each training attempt has cost since the last call beyond its tokens' price at the cheapest."""
-        since_s, self._overpaid_at = max(0.0, now - self._overpaid_at), now
-        training = [each for each in views if isinstance(each.state, Alive) and each.state.beat is not None]
-        self._overpaid = {
-            each.who: max(
-                0.0, self._overpaid.get(each.who, 0.0) + since_s * placing.overpaid_usd(places, each.place, now)
-            )
-            for each in training
-        }
+    def _count(self, places: Sequence[placing.PlaceView], views: Sequence[ReplicaView], now: float) -> None:
+        """Add what machines have cost and trained since the last call, each also beyond its tokens' price elsewhere."""
+        since_s, self._counted_at = max(0.0, now - self._counted_at), now
+        keeps = math.exp(-since_s / _PAID_S)
+        self._paid_usd *= keeps
+        self._paid_s = {name: seconds * keeps for name, seconds in self._paid_s.items()}
+        prices = {each.name: each.hourly_usd for each in places if not each.offers and each.hourly_usd is not None}
+        overpaid, self._overpaid = self._overpaid, {}
+        for view in views:
+            trains = isinstance(view.state, Alive) and view.state.beat is not None
+            if isinstance(view.state, Alive) and not _has_no_machine(view.state):
+                self._paid_usd += prices.get(view.place, 0.0) * since_s / 3600
+            if trains:
+                more_usd = since_s * placing.overpaid_usd(places, view.place, now)
+                self._overpaid[view.who] = max(0.0, overpaid.get(view.who, 0.0) + more_usd)
+            if trains and view.place in prices:
+                self._paid_s[view.place] = self._paid_s.get(view.place, 0.0) + since_s
+            if (answers := self._answers.get(view.place)) is not None and (trains or view.who in overpaid):
+                trained_s, ends = answers.trained_s + since_s * trains, answers.ends + (not trains)
+                self._answers[view.place] = replace(answers, trained_s=trained_s, ends=ends)
+
+    def _usd_per_token(self, places: Sequence[placing.PlaceView]) -> float:
+        """US dollars per token of late, starts included; infinite before speeds are measured."""
+        measured = any(each.known_by == "measured" for each in places)
+        tokens = math.fsum(each.tokens_per_s * self._paid_s.get(each.name, 0.0) for each in places)
+        return self._paid_usd / tokens if measured and tokens else math.inf
 
     def _place_views(self, now: float) -> list[placing.PlaceView]:
         if now - self._prices_at >= _PRICES_S:
@@ -220,7 +241,7 @@ def place_views(
     places: Places,
     prices: Mapping[str, Price | None],
     measured: Mapping[str, float],
-    answers: Mapping[str, placing.Answers] | None = None,
+    answers: Mapping[str, Answers] | None = None,
 ) -> list[placing.PlaceView]:
     """All places (executors) as a coordinator knows them, by name: their prices, measured speeds and refusals.
 
@@ -233,7 +254,7 @@ def place_views(
             price.hourly_usd if price else None,
             *known[name],
             offers=places.offers(name),
-            **asdict((answers or {}).get(name, placing.Answers())),
+            **asdict((answers or {}).get(name, Answers())),
         )
         for name, price in ((name, prices[name]) for name in places.places)
     ]

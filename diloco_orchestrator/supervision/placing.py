@@ -9,59 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+
+from diloco_orchestrator.supervision.place_answers import Answers
 
 LESS = 0.8  # times the cost per token: a replica moves to a place that costs at most so much
+MORE = 1.1  # times what a token has cost on average: a machine beyond `least` is launched up to there
 ROUNDS_BETWEEN_MOVES = 3
-START_S = 300.0  # from a launch until the replica trains, at a place where none has started yet
 HOPED = 4.0  # times its expected speed: so fast a place may be where nobody has trained, and worth one try
 # How long others are still compared with a place that refuses: where replicas have trained, and elsewhere.
 _MISSED_S, _NEVER_SEEN_S = 86400.0, 3600.0
 WORTH_S = 600.0  # of what is left of `max_cost_usd`; a machine that trains for less is not worth its start
-_REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
-_LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 _CENT = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """The answers of a place (executor) to one coordinator's launches so far: refusals, and machines that trained."""
-
-    rests_until: float = -math.inf  # nothing is opened there before
-    times: int = 0  # refusals in a row, those that came while it rested not counted
-    refused_since: float | None = None  # the first refusal since an attempt last trained there; None: it refuses nobody
-    refused_at: float = -math.inf  # the newest one
-    trained_at: float = -math.inf  # when a replica was last seen to train there
-    refusal: str = ""  # the provider's words
-    wastes: bool = False  # the newest refusal was that of a machine that cost time and never trained
-    start_s: float = START_S  # from a launch there until the replica trains
-    without_s: float = 0.0  # how long it has refused altogether before it had machines again
-    returns: int = 0  # how often it had machines again
-
-    def refused(self, words: str, launched_at: float, now: float) -> Self:
-        """These answers and a refusal: an attempt launched at `launched_at` got no machine, or one that never trained.
-
-        `words`: the provider's.
-        """
-        since = now if self.refused_since is None else self.refused_since
-        found = replace(self, refused_since=since, refused_at=now, refusal=words)
-        if launched_at < self.refused_at:  # it was asked for before the refusal that is known
-            return found
-        first_s, longest_s = _REST_S
-        if wastes := now - launched_at > first_s:
-            first_s, longest_s = now - launched_at, _LONG_REST_S
-        rests_until = now + min(first_s * 2.0**self.times, longest_s)
-        return replace(found, times=self.times + 1, rests_until=rests_until, wastes=wastes)
-
-    def given(self, launched_at: float, start_s: float) -> Self:
-        """These answers and a machine: an attempt launched at `launched_at` trains, `start_s` after it got one."""
-        found = replace(self, start_s=start_s)
-        if self.refused_since is not None and self.trained_at < launched_at:  # nobody trained there any more
-            without_s = self.without_s + max(0.0, launched_at - max(self.refused_since, self.trained_at))
-            found = replace(found, without_s=without_s, returns=self.returns + 1)
-        if launched_at >= self.refused_at:
-            found = replace(found, times=0, refused_since=None, refusal="", wastes=False)
-        return found
 
 
 @dataclass(frozen=True)
@@ -78,6 +36,12 @@ class PlaceView(Answers):
     def usd_per_token(self) -> float:
         """US dollars per token of a machine at this place; infinite without a known price."""
         return math.inf if self.hourly_usd is None else self.hourly_usd / 3600 / self.tokens_per_s
+
+    @property
+    def usd_per_token_with_start(self) -> float:
+        """US dollars per token of a machine launched now, which trains as long as those before it have."""
+        idle = self.ends * self.start_s / self.trained_s if self.trained_s else 0.0
+        return self.usd_per_token * (1 + idle)
 
     @property
     def start_usd(self) -> float:
@@ -167,6 +131,7 @@ class PlacesView:
     asked: int | None = None  # replicas that a user asked for (`diloco scale`); None: nobody did
     left_usd: float | None = None  # of `max_cost_usd`; None: no limit
     heading: str = ""  # the place for the sake of which a replica has left
+    paid_usd: float = math.inf  # per token, for all machines of the last day or so; infinite before speeds are known
 
     @cached_property
     def by_name(self) -> Mapping[str, PlaceView]:
@@ -228,12 +193,14 @@ def place(view: PlacesView, now: float, limits: Limits) -> Decision:
     `view.after(decision)`.
 
     Never launches what would exceed `usd_per_hour`, nor anything at a place that is paused after refusals. Beyond
-    `limits.least` replicas it launches only at places that cost no more than a fourth more per token than the cheapest.
-    A move, which ends the work of a machine because another costs less per token, waits for a round's end, for a cost
-    of at most `LESS` times, and for `ROUNDS_BETWEEN_MOVES` rounds since the last one.
+    `limits.least` replicas it launches only at places that cost no more than a fourth more per token than the cheapest,
+    and about as much as tokens have cost so far: whatever costs more raises the cost of the whole run. A machine whose
+    tokens have cost a start more than at a place that has machines is replaced by one there. A try of a place that is
+    not known to have any waits for a round's end, for a cost of at most `LESS` times, and for `ROUNDS_BETWEEN_MOVES`
+    rounds since the last one.
     """
     why = ""
-    for rule in (_too_dear, _too_many, _missing, _waits_too_long, _move, _needless, _offer):
+    for rule in (_too_dear, _too_many, _missing, _waits_too_long, _try, _needless, _overpaying, _offer):
         decision = rule(view, now, limits)
         if not isinstance(decision, Wait):
             return decision
@@ -275,44 +242,61 @@ def _too_many(view: PlacesView, now: float, limits: Limits) -> Decision:
 
 
 def _needless(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Decision to end the dearest of more than `least` machines, if a token costs half more than at the cheapest."""
+    """Decision to end the dearest of more than `least` machines, if a token costs half more than at the cheapest, or a
+    fourth more than it has cost so far.
+    """
     training = [each for each in view.counted if each.trains]
-    if not limits.scales or view.asked is not None or len(training) <= limits.least:
-        return Wait("")
     known = [each for each in training if view.is_comparable(each) and view.hourly_usd(each)]
-    if not known:
+    if not limits.scales or view.asked is not None or len(training) <= limits.least or not known:
         return Wait("")
     dearest = view.dearest(known)
-    if LESS * LESS * view.usd_per_token(dearest) <= _worth(view, now, LESS * _mean(view, without=dearest)):
-        return _overpaying(view, now, limits, known)
-    if not view.round_ended:
-        return _overpaying(view, now, limits, known)
+    usd = view.usd_per_token(dearest)
+    if LESS * LESS * usd <= _worth(view, now, LESS * _mean(view, without=dearest)) and LESS * usd <= view.paid_usd:
+        return Wait("")
     why = f"{view.by_name[dearest.place].words()} costs too much for more than {limits.least} replicas"
     return Vacate(dearest.replica_id, why)
 
 
-def _overpaying(view: PlacesView, now: float, limits: Limits, training: Sequence[SeatView]) -> Decision:
-    """Decision to end the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have paid
-    for a start there, which the limits allow; else to wait.
+def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """Decision to replace the attempt that has cost the most beyond what its tokens cost elsewhere, if that would have
+    paid for a start there, which the limits allow; else to wait.
 
-    Not more at once than train there already, which may be all of its machines, unless the attempt is too dear to be
-    kept in any case.
+    An attempt beyond `least` leaves first, and one of `least` after its successor trains, if there are money and an id
+    for both; without, it leaves at a round's end, alone. Not more at once than train there already, which may be all
+    of its machines, unless the attempt is too dear to be kept in any case.
     """
-    worth = _worth_opening(view, now)
+    training = [each for each in view.counted if each.trains and view.is_comparable(each) and view.hourly_usd(each)]
+    if not limits.scales:
+        return Wait("")
+    spare = view.asked is None and sum(each.trains for each in view.counted) > limits.least
     leaving = sum(each.leaving for each in view.seats)
-    kept_usd = math.fsum(map(view.hourly_usd, view.kept))
+    starting = leaving + sum(bool(each.place) and not each.leaving and not each.trains for each in view.seats)
     for seat in sorted(training, key=lambda each: (-each.overpaid_usd, -each.replica_id)):
         to = _cheaper(view, now, seat)
-        if to is None or seat.overpaid_usd <= to.start_usd or LESS * to.usd_per_token > worth:
+        if to is None or seat.overpaid_usd <= to.start_usd:
             continue
-        rate_usd = kept_usd - view.hourly_usd(seat) + (1 + leaving) * _hourly_usd(to)
-        if limits.usd_per_hour is not None and rate_usd > limits.usd_per_hour + _CENT / 100:
+        few = starting < max(1, sum(each.trains and each.place == to.name for each in view.seats))
+        why = f"moves from {view.by_name[seat.place].words()} to {to.words()}"
+        if spare:
+            urgent = LESS * LESS * view.usd_per_token(seat) > to.usd_per_token
+            if (few or urgent) and _replaceable(view, now, limits, seat, to, leaving):
+                return Vacate(seat.replica_id, why)
             continue
-        there = sum(each.trains and each.place == to.name for each in view.seats)
-        starting = leaving + sum(bool(each.place) and not each.leaving and not each.trains for each in view.seats)
-        if starting < max(1, there) or LESS * LESS * view.usd_per_token(seat) > to.usd_per_token:
-            return Vacate(seat.replica_id, f"{to.words()} costs less than {view.by_name[seat.place].words()}")
+        free = next((each for each in view.seats if each.free), None)
+        overpaying = sum(each.overpaid_usd > to.start_usd for each in training)
+        if free is not None and view.asked is None and _affordable(view, to, limits):
+            if few and starting < overpaying:
+                return Open(free.replica_id, to.name, f"replica {seat.replica_id} {why}", moves=True)
+        elif _may_move(view) and not starting and _affordable(view, to, limits, instead_of=seat):
+            return Vacate(seat.replica_id, why, moves=True, to=to.name)
     return Wait("")
+
+
+def _replaceable(view: PlacesView, now: float, limits: Limits, seat: SeatView, to: PlaceView, leaving: int) -> bool:
+    """Whether a machine beyond `least` will be launched at `to` once a replica has left, as far as money goes."""
+    rate_usd = math.fsum(map(view.hourly_usd, view.kept)) - view.hourly_usd(seat) + (1 + leaving) * _hourly_usd(to)
+    within = limits.usd_per_hour is None or rate_usd <= limits.usd_per_hour + _CENT / 100
+    return within and _is_worth_opening(view, now, to)
 
 
 def _cheaper(view: PlacesView, now: float, seat: SeatView) -> PlaceView | None:
@@ -354,8 +338,9 @@ def _waits_too_long(view: PlacesView, now: float, limits: Limits) -> Decision:
     return Wait("")
 
 
-def _move(view: PlacesView, now: float, limits: Limits) -> Decision:
-    """Decision to replace the machine with the highest cost per token, if another place costs at least a fifth less.
+def _try(view: PlacesView, now: float, limits: Limits) -> Decision:
+    """Decision to replace the machine with the highest cost per token by one at a place that is not known to have any,
+    if a token may cost a fifth less there.
 
     A place where nobody has trained is tried with one machine if it would be so at `HOPED` times its expected speed.
     """
@@ -387,9 +372,9 @@ def _hoped_cost(view: PlacesView, place: PlaceView) -> float:
 
 
 def _pays(view: PlacesView, now: float, seat: SeatView, to: PlaceView) -> bool:
-    """Whether a replica should move to `to`: it has overpaid a start there, or a token may cost a fifth less."""
+    """Whether `to`, which is not known to have machines for a price that can be compared, is worth a try."""
     if to.accepts(now) and view.is_comparable(seat):
-        return _is_better(to, view.by_name[seat.place]) and seat.overpaid_usd > to.start_usd
+        return False
     return _hoped_cost(view, to) <= LESS * view.usd_per_token(seat)
 
 
@@ -433,8 +418,7 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if view.heading in {each.name for each in usable}:
         usable = [view.by_name[view.heading]]
     elif not missing:
-        worth = _worth_opening(view, now)
-        usable = [each for each in usable if LESS * each.usd_per_token <= worth]
+        usable = [each for each in usable if _is_worth_opening(view, now, each)]
     # What the others of `least` will cost at the least is kept for them.
     kept_usd = max(0, missing - 1) * min(map(_hourly_usd, priced), default=0.0)
     chosen = min((each for each in usable if _affordable(view, each, limits, kept_usd)), key=_cost, default=None)
@@ -496,9 +480,10 @@ def _worth(view: PlacesView, now: float, mean: float) -> float:
     return max(expected, min(here, mean))
 
 
-def _worth_opening(view: PlacesView, now: float) -> float:
-    """US dollars per token of which a place beyond `least` replicas may cost `1 / LESS` times as much."""
-    return _worth(view, now, LESS * LESS * _mean(view))
+def _is_worth_opening(view: PlacesView, now: float, place: PlaceView) -> bool:
+    """Whether a token costs little enough at a place for a machine beyond `least` replicas."""
+    worth = _worth(view, now, LESS * LESS * _mean(view))
+    return LESS * place.usd_per_token <= worth and place.usd_per_token_with_start <= MORE * view.paid_usd
 
 
 def _mean(view: PlacesView, without: SeatView | None = None) -> float:

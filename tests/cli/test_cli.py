@@ -144,6 +144,15 @@ def test_status_reads_a_run_from_its_folder_alone(finished):
     assert [row[0] for row in rows if row[1:2] and re.fullmatch(r"\d+\.\d{3}", row[1])] == ["1", "2"]
 
 
+@pytest.mark.parametrize("columns", ["40", "20"])
+def test_a_narrow_terminal_cuts_no_number_off(columns, finished):
+    narrow, wide = (
+        diloco_here("status", "bucket", cwd=finished, environ={"COLUMNS": each}).stdout for each in (columns, "200")
+    )
+    numbers = [re.findall(r"\d+\.\d{3}", text) for text in (narrow, wide)]
+    assert "…" not in narrow and numbers[0] == numbers[1] != []
+
+
 def test_status_as_json_is_one_object(finished):
     status = json.loads(diloco_here("status", "bucket", "--json", cwd=finished).stdout)
     assert (status["state"], status["round"], status["outer_step"]) == ("completed", 3, 2)

@@ -2,9 +2,12 @@
 
 from dataclasses import fields, replace
 from io import StringIO
+from pathlib import Path
 
 import click
 import pytest
+from cli_support import diloco_here
+from in_one_process import SmallRun
 from scripted import STAMP, Scene
 
 from diloco_orchestrator.cli.read_commands import _prefix
@@ -14,6 +17,7 @@ from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted,
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
+from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaState
 
 ROW = {
@@ -190,6 +194,14 @@ def test_the_overview_of_a_run_that_nobody_works_on_does_not_call_it_running(fai
     head = out.getvalue().splitlines()[:6]
     assert head[0].startswith("stands still") and "Nobody works on this run any more." in head
     assert "to the end" not in out.getvalue()
+
+
+def test_a_halt_of_a_run_that_nobody_works_on_says_who_ends_it(tmp_path: Path):
+    SmallRun(store=open_store(str(tmp_path / "run")))
+    done = diloco_here("halt", "run", cwd=tmp_path)
+    first, *_, last = done.stdout.splitlines()
+    assert done.returncode == 0 and first == "asked." and "Nobody works on this run any more" in done.stdout
+    assert last == f"Who supervises it ends it: diloco attach {tmp_path / 'run'}"
 
 
 def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, RunStatus]):

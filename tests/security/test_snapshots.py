@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from iam_server import Question, allows
+from long_history import RequestCounter
 from protocol_fleet import MODEL, Fleet, answer, play, tiny_model
 from stored_snapshots import OUTER
 
@@ -299,6 +300,25 @@ def test_one_replica_that_puts_junk_into_the_takes_of_coming_snapshots_ends_nobo
     assert ConfirmedSnapshots(RunLog(fleet.store)).newest(2, [2, 4]) == [2, 4]
     assert fleet.join(1)._tip.value.snapshot_round == 4
     assert is_model_of(pulled(fleet, tmp_path / "model"), participants[0])
+
+
+def test_a_record_that_names_a_longer_file_than_one_can_be_has_none_of_it_read():
+    """Whoever restarted took as many bytes into memory as there were."""
+    store = RequestCounter()
+    fleet = Fleet(replicas=2, rounds=9, snapshot_every=2, store=store)
+    participants = fleet.join_all()
+    for _ in range(3):
+        play(participants, [1.0, 2.0])
+        participants[0].write_snapshot_if_due()
+        participants[0]._snapshots.wait()
+    key = keys.snapshot(2, keys.SNAPSHOT_RECORD)
+    record = Snapshot.from_bytes(store.get(key), key)
+    files = {name: info.model_copy(update={"size": 2**40}) for name, info in record.files.items()}
+    store.put(key, record.model_copy(update={"files": files}).to_bytes())
+    store.forget()
+    joined = fleet.join(1)
+    assert joined.digest == participants[0].digest and joined._tip.value.snapshot_round == 0
+    assert {each for each in store.gets if each.startswith(keys.snapshot(2, ""))} == {key}
 
 
 def test_one_shard_of_another_layout_ends_nobody():

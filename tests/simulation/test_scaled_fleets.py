@@ -37,7 +37,7 @@ def test_plans_of_scaled_fleets_cover_what_they_should():
     assert {plan.most_replicas for plan in plans} == {3, 4, 6, 8, 16} and {plan.replicas for plan in plans} == {1, 2}
     to_one_and_back = [p for p in plans if [n for _, n in p.scales] == [p.most_replicas, p.replicas, p.most_replicas]]
     assert sum(p.most_replicas == 16 and p.replicas == 1 for p in to_one_and_back) > 10
-    for what in ("kills", "notices", "lies", "machines", "next_leg", "no_machine", "coordinators", "storms"):
+    for what in ("kills", "notices", "lies", "machines", "next_leg", "no_machine", "coordinators", "storms", "refused"):
         assert sum(bool(getattr(p, what)) for p in plans) > 10, what
 
 

@@ -14,8 +14,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, Intent
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.coordinator import Coordinator
+from diloco_orchestrator.supervision.place_answers import START_S
 from diloco_orchestrator.supervision.place_book import first_launches
-from diloco_orchestrator.supervision.placing import START_S
 from executors.contract import (
     ExecutorDenied,
     ExecutorError,

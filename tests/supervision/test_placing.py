@@ -113,7 +113,8 @@ def test_machines_beyond_the_least_leave_where_their_tokens_cost_half_as_much_ag
     limits = replace(LIMITS, usd_per_hour=100.0)
     back = view(*training("a", 0, 1), *training("b", 2, 3))
     assert short(all_decisions(back, limits)) == [(1, "leaves"), (0, "leaves")]
-    assert all_decisions(view(*training("a", 0, 1), *training("b", 2, 3), round_ended=False), limits) == []
+    middle = view(*training("a", 0, 1), *training("b", 2, 3), round_ended=False)
+    assert short(all_decisions(middle, limits)) == [(1, "leaves"), (0, "leaves")], "what they have done is published"
     near = view(*training("a", 0, 1), *training("b", 2, 3), places=(A, replace(B, hourly_usd=2.6)), moved_round=10)
     assert all_decisions(near, limits) == [], "a token costs 1.54 times as much, and too little was lost by it yet"
 
@@ -127,7 +128,7 @@ def test_machines_beyond_the_least_leave_once_they_have_overpaid_a_start_where_a
         seats = training("a", *range(4 + max(0, 2 - there)), overpaid_usd=usd), training("b", *range(10, 10 + there))
         decisions = all_decisions(view(*seats[0], *seats[1], places=cheaper, round_ended=False), limits)
         assert [each.why for each in decisions] == left * [
-            "b ($3.60 an hour, $2.5 per million tokens) costs less than a ($1.00 an hour, $2.78 per million tokens)"
+            "moves from a ($1.00 an hour, $2.78 per million tokens) to b ($3.60 an hour, $2.5 per million tokens)"
         ]
     five_for_one = view(*overpaid("a", 0, 1, 2, 3), places=(A, replace(B, hourly_usd=4.5, tokens_per_s=500.0)))
     assert all_decisions(five_for_one, replace(limits, usd_per_hour=5.0)) == [], "the limit does not pay for one of b"
@@ -204,6 +205,35 @@ def test_a_number_that_a_user_asks_for_is_opened_within_the_limit():
     assert short(all_decisions(view(*training("b", 0), *training("a", 1, 2), asked=2))) == [(2, "leaves")]
 
 
+# -- beyond the least, by what tokens have cost so far ----------------------------------------------------------------
+
+
+def test_beyond_the_least_a_machine_is_launched_for_about_what_a_token_has_cost_so_far():
+    """Whatever costs more raises the cost of the whole run; those that are wanted at the least are launched anyway."""
+    limits = replace(LIMITS, usd_per_hour=100.0)
+    for times, opened in ((1.09, [2, 3]), (1.11, [])):
+        seen = view(*training("b", 0, 1), *free(2, 3), places=(B,), paid_usd=B.usd_per_token / times)
+        assert short(all_decisions(seen, limits)) == [(each, "b") for each in opened]
+    least = view(*free(0, 1, 2, 3), places=(B,), paid_usd=B.usd_per_token / 10)
+    assert short(all_decisions(least, limits)) == [(0, "b"), (1, "b")]
+
+
+def test_beyond_the_least_machines_leave_at_once_where_a_token_costs_a_fourth_more_than_it_has_so_far():
+    limits = replace(LIMITS, usd_per_hour=100.0)
+    for times, left in ((1.24, []), (1.26, [3, 2])):
+        paid = {"paid_usd": B.usd_per_token / times, "round_ended": False}
+        decisions = all_decisions(view(*training("b", 0, 1, 2, 3), places=(B,), **paid), limits)
+        assert short(decisions) == [(each, "leaves") for each in left]
+
+
+def test_a_machine_that_trains_briefly_costs_its_start_too():
+    """Ten machines have trained for as long as their starts took, so that a token costs twice as much there."""
+    limits, brief = replace(LIMITS, usd_per_hour=100.0), replace(B, start_s=300.0, ends=10, trained_s=3000.0)
+    for there, paid_usd, opened in ((B, 1.0, [2, 3]), (brief, 1.0, []), (brief, 2.0, [2, 3])):
+        seen = view(*training("b", 0, 1), *free(2, 3), places=(there,), paid_usd=paid_usd * B.usd_per_token)
+        assert short(all_decisions(seen, limits)) == [(each, "b") for each in opened]
+
+
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +243,8 @@ def test_a_replica_moves_by_opening_another_id_first_and_only_then_the_dear_one_
     assert short(first) == [(2, "b")] and first[0].moves
     words = "from a ($1.00 an hour, $2.78 per million tokens) to b ($2.00 an hour, $1.39 per million tokens)"
     assert first[0].why == f"replica 1 moves {words}"
+    middle = view(*overpaid("a", 0, 1), *free(2, 3), round_ended=False, moved_round=10)
+    assert short(all_decisions(middle)) == [(2, "b")], "nobody's work ends, so that no round's end is waited for"
     assert all_decisions(view(*training("a", 0, 1), *waiting("b", 2), moved_round=10)) == []
     then = view(*training("a", 0, 1), *training("b", 2), *free(3), round_=13, moved_round=10)
     assert short(all_decisions(then))[0] == (1, "leaves")

@@ -113,8 +113,11 @@ class Plan:
 
     @property
     def gives_up(self) -> bool:
-        """Whether a forged record may give a replica up, and with it the run, where a quorum needs the replica."""
-        return any(what in GIVE_UP for _, what, _ in self.forgeries)
+        """Whether the run may end because replicas are given up: a forged record may give up one that a quorum needs,
+        and more than those that are wanted at the least may end for one cause, for which no further id is launched.
+        """
+        alike = bool(self.settings.get("max_replicas")) and len(self.refused) > self.replicas
+        return alike or any(what in GIVE_UP for _, what, _ in self.forgeries)
 
     @property
     def exact(self) -> bool:
@@ -399,4 +402,5 @@ def scaled_plan_of(seed: int) -> Plan:
         next_leg=NextLeg(rounds=draw.randint(2, 4), replicas=draw.choice([None, 1, 2, most_replicas]))
         if draw.random() < 0.3
         else None,
+        refused=tuple(draw.sample(range(most_replicas), draw.choice([0, 0, 0, 1, 1, 2]))),
     )

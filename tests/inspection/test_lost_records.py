@@ -1,0 +1,67 @@
+"""Records of the log that somebody deleted: what readers say of the run, and that no older model is the newest."""
+
+import pytest
+from long_history import LongRun
+
+from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.inspection.explain import explain
+from diloco_orchestrator.inspection.pull import copy_model
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
+
+ROUNDS = 25
+
+
+@pytest.fixture
+def run() -> LongRun:
+    """A run of 25 rounds with snapshots of 10 and 20, and no segments."""
+    return LongRun(ROUNDS, snapshots=2, payload_rounds=ROUNDS)
+
+
+LOST = {  # by what was deleted: the keys
+    "the start": [keys.START],
+    "one commit": [keys.commit(5)],
+    "the first rounds": [keys.commit(round_) for round_ in range(1, 13)],
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_a_lifecycle_rule_deleted_is_named_and_nothing_older_is_called_the_newest(
+    what: str, run: LongRun, tmp_path
+):
+    for key in LOST[what]:
+        run.store.delete(key)
+    words = f"{LOST[what][0]} is missing, though a snapshot of round 20 is there"
+    status = RunReader(run.store).status()
+    assert status.reason == status.lost and status.lost.startswith(words)
+    said = explain(status, now=1e9)  # years after the last heartbeat
+    assert said.why[0].startswith(words) and not any("attach" in each for each in said.todo), said
+    for take in (lambda: copy_model(RunLog(run.store), tmp_path / "model"), RunReader(run.store).model):
+        with pytest.raises(ObjectMissing, match=words):
+            take()
+    with pytest.raises(ObjectMissing, match=words):
+        begin_next_leg(RunLog(run.store), rounds=1, from_round=None, by="a test", why="", stamp=Stamp("a", lambda: 0.0))
+    assert not (tmp_path / "model").exists()
+
+
+def test_rounds_before_a_lost_commit_can_still_be_pulled(run: LongRun, tmp_path):
+    run.store.delete(keys.commit(5))
+    assert copy_model(RunLog(run.store), tmp_path / "model", 4) == 4
+
+
+@pytest.mark.parametrize("lost", [5, 9, 10, 20])
+def test_a_commit_that_a_segment_holds_is_not_lost(lost: int, run: LongRun, tmp_path):
+    run.write_segments()
+    run.store.delete(keys.commit(lost))
+    status = RunReader(run.store).status()
+    assert (status.round, len(status.rounds), status.lost) == (ROUNDS, ROUNDS, "")
+    assert copy_model(RunLog(run.store), tmp_path / "model") == ROUNDS
+
+
+def test_of_a_run_that_goes_on_nothing_is_lost_between_a_commit_and_its_snapshot(run: LongRun):
+    for round_ in range(21, ROUNDS + 1):  # as if no later one had been committed yet
+        run.store.delete(keys.commit(round_))
+    assert RunReader(run.store).status().lost == ""
