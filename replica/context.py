@@ -29,6 +29,7 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn,
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, IslandModel, IslandView, RankedOptimizers
 from diloco_orchestrator.replica.training.kl_probe import KLProbe
+from diloco_orchestrator.replica.training.observed_metrics import number_in
 from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.replica.training.round_hooks import RoundFn
 from diloco_orchestrator.replica.training.session import TrainingSession
@@ -444,4 +445,4 @@ class ReplicaSession:
         if extra:
             self._training.metrics.add_extra(extra)
         shown = loss if loss is not None else reward
-        self._attempt.pulse.loss = None if shown is None else float(shown)  # a tensor would keep its step's graph
+        self._attempt.pulse.loss = None if shown is None else number_in(shown)  # a tensor would keep its step's graph

@@ -4,6 +4,7 @@ import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.records import Metric, Progress
@@ -14,6 +15,11 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN
 log = logging.getLogger(__name__)
 
 _NO_START = 5.0  # times the hard stop: no drift of a first round
+
+
+def number_in(value: Any) -> float:
+    """The number in a scalar of Python, NumPy or torch, whose tensors with a gradient warn in `float`."""
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 class ObservedMetrics:
@@ -86,7 +92,7 @@ class ObservedMetrics:
             raise ConfigError(f"observe(tokens={tokens}): a count cannot be negative.")
         for name, value in values.items():
             if value is not None:
-                self._values.setdefault(name, []).append(float(value))
+                self._values.setdefault(name, []).append(number_in(value))
         self.tokens += tokens
         self.total_tokens += tokens
 

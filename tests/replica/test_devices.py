@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -197,7 +198,8 @@ def test_a_loss_that_is_observed_as_a_tensor_is_a_number_in_a_ranks_sign_of_life
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            replica.observe(loss=loss)
+            with warnings.catch_warnings(action="error"):
+                replica.observe(loss=loss)
             events.alive(context._attempt.pulse)
     newest = json.loads(said.read_text().splitlines()[-1])["pulse"]
     assert newest["loss"] == loss.item()
