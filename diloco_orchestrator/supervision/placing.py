@@ -276,12 +276,13 @@ def _overpaying(view: PlacesView, now: float, limits: Limits) -> Decision:
         if to is None or seat.overpaid_usd <= to.start_usd:
             continue
         few = starting < max(1, sum(each.trains and each.place == to.name for each in view.seats))
-        why = f"moves from {view.by_name[seat.place].words()} to {to.words()}"
+        here = view.by_name[seat.place].words()
         if spare:
             urgent = LESS * LESS * view.usd_per_token(seat) > to.usd_per_token
             if (few or urgent) and _replaceable(view, now, limits, seat, to, leaving):
-                return Vacate(seat.replica_id, why)
+                return Vacate(seat.replica_id, f"{to.words()} costs less than {here}")
             continue
+        why = f"moves from {here} to {to.words()}"
         free = next((each for each in view.seats if each.free), None)
         overpaying = sum(each.overpaid_usd > to.start_usd for each in training)
         if free is not None and view.asked is None and _affordable(view, to, limits):

@@ -319,12 +319,13 @@ def test_a_rank_that_never_comes_to_attach_is_waited_for_as_long_as_a_start_may_
     fault = {"what": "sleep", "replica": 0, "rank": 1, "step": -1, "once": str(tmp_path / "once")}
     settings = {"replicas": 1, "ranks_per_replica": 2, "retry": {"backoff_s": 0.0, "hung_after_s": 5.0}}
     timing = {**FAST["timing"], "startup_timeout_s": 40.0}
-    run, bucket = start(args={"model": "ddp", "hidden": 31, "fault": fault}, timing=timing, **settings)
+    run, bucket = start(args={"model": "plain", "hidden": 31, "fault": fault}, timing=timing, **settings)
     with pytest.raises(RunFailed):
         run.wait()
     ended = reader_of(bucket).attempts.exit(0, 1)
     assert ended is not None and ended.code == 78
-    assert re.search("not every rank of this replica reached ctx.attach.*Ranks 1 failed", ended.reason), ended.reason
+    said = "not every rank of this replica reached ctx.attach.*Ranks 1 failed"
+    assert ended.error is not None and re.search(said, ended.error), ended
 
 
 def test_a_bit_that_is_wrong_in_the_shard_of_a_rank_is_corrected(start, tmp_path):

@@ -128,7 +128,7 @@ def test_machines_beyond_the_least_leave_once_they_have_overpaid_a_start_where_a
         seats = training("a", *range(4 + max(0, 2 - there)), overpaid_usd=usd), training("b", *range(10, 10 + there))
         decisions = all_decisions(view(*seats[0], *seats[1], places=cheaper, round_ended=False), limits)
         assert [each.why for each in decisions] == left * [
-            "moves from a ($1.00 an hour, $2.78 per million tokens) to b ($3.60 an hour, $2.5 per million tokens)"
+            "b ($3.60 an hour, $2.5 per million tokens) costs less than a ($1.00 an hour, $2.78 per million tokens)"
         ]
     five_for_one = view(*overpaid("a", 0, 1, 2, 3), places=(A, replace(B, hourly_usd=4.5, tokens_per_s=500.0)))
     assert all_decisions(five_for_one, replace(limits, usd_per_hour=5.0)) == [], "the limit does not pay for one of b"
