@@ -48,7 +48,7 @@ def default_base(
 
 
 def check_not_lost(run_log: RunLog, begins: Sequence[Begin]) -> None:
-    """Raise `ObjectMissing` if snapshots show that commits were deleted: nobody knows the newest base then.
+    """Raise `ObjectMissing` if snapshots show that commits were deleted, so that the newest base is not known.
 
     `begins`: all start and resume records. One LIST request.
     """
