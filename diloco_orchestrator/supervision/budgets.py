@@ -55,8 +55,8 @@ def patience_s(config: RunConfig, times: Sequence[float]) -> float:
     """Seconds after `max_hours` within which the open round has to end: twice as long as the longest of the last ones.
 
     At least `timing.round_timeout_s`; as long again as `max_hours` before the first commit, when no round has shown
-    how long one is. `times`: of the newest commits, oldest first, and of the leg's begin before them where they are all, in
-    seconds since 1970.
+    how long one is. `times`: of the newest commits, oldest first, and of the leg's begin before them where they are
+    all, in seconds since 1970.
     """
     longest_s = max((after - before for before, after in pairwise(times)), default=None)
     if longest_s is None:
