@@ -77,14 +77,16 @@ class Provider(ScriptedExecutor):
         return [who for who in self.launched if who not in self.states]
 
 
-class Spectator:
+class Spectator(ScriptedExecutor):
     """A provider as the coordinator sees it that is only compared: it can be asked, and nothing changes it."""
 
-    shares_machine = True
-
     def __init__(self, provider: Provider) -> None:
+        super().__init__()
         self.name = provider.name
-        self.poll_many = provider.poll_many
+        self._provider = provider
+
+    def poll_many(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        return self._provider.poll_many(handles)
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Accepted."""
