@@ -103,9 +103,9 @@ def check_defined(entrypoint: str, source: Path, args: Collection[str] = ()) -> 
 
     Also if that function cannot be called with one argument, the context, has a parameter named as one of the run's
     arguments `args`, or importing the module would launch a run, as each replica would. A module that may bind names in
-    other ways (`from x import *`, `__getattr__`) passes.
+    other ways (`from x import *`, `__getattr__`) passes, and what is named inside a class is not judged.
     """
-    wanted = entrypoint.partition(":")[2].partition(".")[0]
+    wanted, _, inside = entrypoint.partition(":")[2].partition(".")
     try:
         module = ast.parse(source.read_bytes(), source.name)  # bytes: a file may name its encoding
     except (SyntaxError, ValueError) as error:
@@ -117,7 +117,7 @@ def check_defined(entrypoint: str, source: Path, args: Collection[str] = ()) -> 
                 f"entrypoint {entrypoint!r}: line {line} of {source.name} calls launch whenever the file is imported, "
                 'so every replica would launch a run. Put that call below `if __name__ == "__main__":`.'
             )
-        if why := _why_no_training_function(module, wanted, args):
+        if not inside and (why := _why_no_training_function(module, wanted, args)):
             raise ConfigError(f"entrypoint {entrypoint!r}: {wanted} in {source.name} {why}")
         return
     if names & {"*", "__getattr__"}:

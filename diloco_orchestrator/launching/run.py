@@ -386,7 +386,7 @@ def launch(
         background,
         [lambda: probe(opened, background), lambda: _check_credentials(prepared.executor, prepared.launching)],
     )
-    _check_removed(folder)
+    _check_removed(folder, signed=prepared.key is not None)
     if prepared.archive is not None:
         log.info("%s", "\n".join(prepared.words()))
         code = keys.code(prepared.archive.sha256)
@@ -404,15 +404,18 @@ def launch(
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 
-def _check_removed(folder: Store) -> None:
+def _check_removed(folder: Store, *, signed: bool) -> None:
     """Raise `RunFolderTaken` if a run was removed from the folder and its replicas write there, or have done so since.
 
-    They never read run.json again, and the new run would meet their commits and heartbeats.
+    They never read run.json again, and the new run would meet their commits and heartbeats. Objects are no reason for a
+    `signed` run, in which nothing counts that its own keys have not signed; nor are claims alone, which whoever may
+    write can leave, and which count for no attempt that was intended after them.
     """
     if _holds_run(folder):
         return  # `create_run` refuses
     processes = [] if "://" in folder.url else replicas_in(folder.url)
-    found = next((info.key for prefix in (keys.REPLICAS, keys.ROUNDS) for info in folder.list(prefix)), None)
+    left = (info.key for prefix in (keys.REPLICAS, keys.ROUNDS) if not signed for info in folder.list(prefix))
+    found = next((key for key in left if (of := keys.parse_attempt(key)) is None or of.name != keys.CLAIM), None)
     if not (processes or found) or _holds_run(folder):  # what was found may be of a launch that began meanwhile
         return
     if processes:

@@ -325,6 +325,7 @@ def test_settings_that_cannot_be_meant_start_nothing(start, tmp_path, settings, 
         ("no_such_pkg.mod:train", "there is no module 'no_such_pkg.mod'"),
         ("tiny_workload:train", "there is no module 'tiny_workload'"),
         ("__main__:train", "Put the function into a file of its own"),
+        ("tiny_workloads:NOT_A_FUNCTION", "NOT_A_FUNCTION in tiny_workloads.py is a value"),
     ],
 )
 def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, words):
@@ -338,7 +339,6 @@ def test_entrypoints_that_cannot_be_found_start_nothing(tmp_path, entrypoint, wo
     ("entrypoint", "words"),
     [
         ("attach.trian", "module tiny_workloads has no 'attach.trian'"),
-        ("NOT_A_FUNCTION", "is a int, which cannot be called"),
         ("train_leaving_early", "returned in round 1, before the run's end"),
     ],
 )

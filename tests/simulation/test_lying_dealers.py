@@ -48,7 +48,7 @@ def claims(simulation: Simulation, commits: list[Commit], but: tuple[int, ...]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("omit", [False, True], ids=["", "their commits leave out what accuses them"])
-@pytest.mark.parametrize("seed", [2, 4, 5])
+@pytest.mark.parametrize("seed", [2, 4, 8])
 def test_a_pair_whose_false_average_is_drawn_is_barred_and_every_base_healed(seed: int, omit: bool):
     simulation, liars, commits = played(seed, (1, 2), omit=omit)
     barred = [commit.round for commit in commits if commit.barred == (1, 2)]
