@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from in_one_process import SmallRun
+from real_runs import wait_for
 from tiny_workloads import batch_of, inner_step, mlp
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.launching.plan import plan_launch
+from diloco_orchestrator.protocol import keys
 from replica.context import ReplicaContext
 
 Each = Callable[[int, torch.nn.Module, torch.optim.Optimizer], object]
@@ -91,8 +93,11 @@ def test_what_the_log_cannot_deal_is_told(data, each, replicas, words):
         taken(data, each, replicas, rounds=40)
 
 
-def ends(parts: list[list[int]], **settings: Any) -> list[str]:
-    """How each replica ends that is given these batches: with its run, or by which error."""
+def ends(parts: list[list[int]], first: int | None = None, **settings: Any) -> list[str]:
+    """How each replica ends that is given these batches: with its run, or by which error.
+
+    `first`: a replica whose manifest of round 1 is there before the others publish theirs.
+    """
 
     def workload(ctx: ReplicaContext) -> str:
         torch.manual_seed(0)
@@ -101,6 +106,8 @@ def ends(parts: list[list[int]], **settings: Any) -> list[str]:
         try:
             with ctx.attach(model, optimizer) as session:
                 for batch in session.batches(parts[ctx.replica_id]):
+                    if first not in (None, ctx.replica_id):
+                        wait_for(lambda: list(run.store.list(keys.contribution(1, first))), "its manifest of round 1")
                     step(batch, model, optimizer)
         except ConfigError as error:
             return str(error)
@@ -113,7 +120,7 @@ def ends(parts: list[list[int]], **settings: Any) -> list[str]:
 
 def test_one_replica_with_a_part_of_its_own_ends_alone(caplog):
     """Every replica ended that read its manifest."""
-    first, second, third = ends([list(range(8)), list(range(8)), list(range(7))])
+    first, second, third = ends([list(range(8)), list(range(8)), list(range(7))], first=2)
     assert first == second == "with its run" and "replica 2 was given 7 batches, replica 0 8" in third
     told = [record.getMessage() for record in caplog.records if "was given 8 batches" in record.getMessage()]
     assert told and all("replica 2 7" in each for each in told)
