@@ -93,11 +93,12 @@ def test_what_the_log_cannot_deal_is_told(data, each, replicas, words):
         taken(data, each, replicas, rounds=40)
 
 
-def ends(parts: list[list[int]], first: int | None = None, **settings: Any) -> list[str]:
+def ends(parts: list[list[int]], first: set[int], **settings: Any) -> list[str]:
     """How each replica ends that is given these batches: with its run, or by which error.
 
-    `first`: a replica whose manifest of round 1 is there before the others publish theirs.
+    `first`: replicas whose manifest of a round is there, while they train, before the others publish theirs.
     """
+    ended: set[int] = set()
 
     def workload(ctx: ReplicaContext) -> str:
         torch.manual_seed(0)
@@ -105,22 +106,27 @@ def ends(parts: list[list[int]], first: int | None = None, **settings: Any) -> l
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         try:
             with ctx.attach(model, optimizer) as session:
-                for batch in session.batches(parts[ctx.replica_id]):
-                    if first not in (None, ctx.replica_id):
-                        wait_for(lambda: list(run.store.list(keys.contribution(1, first))), "its manifest of round 1")
+                for number, batch in enumerate(session.batches(parts[ctx.replica_id])):
+                    if ctx.replica_id not in first:
+                        wait_for(lambda r=1 + number // 3: all(is_done(each, r) for each in first), "a manifest")
                     step(batch, model, optimizer)
         except ConfigError as error:
             return str(error)
+        finally:
+            ended.add(ctx.replica_id)
         return "with its run"
 
-    run = SmallRun(len(parts), deal="open", guard="off", rounds=3, quorum=2, aggregate="mean", **settings)
+    def is_done(replica: int, round_: int) -> bool:
+        return replica in ended or any(True for _ in run.store.list(keys.contribution(round_, replica)))
+
+    run = SmallRun(len(parts), deal="open", guard="off", rounds=5, quorum=2, aggregate="mean", **settings)
     found: list[str] = run.train(workload)
     return found
 
 
 def test_one_replica_with_a_part_of_its_own_ends_alone(caplog):
     """Every replica ended that read its manifest."""
-    first, second, third = ends([list(range(8)), list(range(8)), list(range(7))], first=2)
+    first, second, third = ends([list(range(8)), list(range(8)), list(range(7))], first={2})
     assert first == second == "with its run" and "replica 2 was given 7 batches, replica 0 8" in third
     told = [record.getMessage() for record in caplog.records if "was given 8 batches" in record.getMessage()]
     assert told and all("replica 2 7" in each for each in told)
@@ -128,7 +134,7 @@ def test_one_replica_with_a_part_of_its_own_ends_alone(caplog):
 
 def test_what_strangers_say_of_their_data_ends_no_launched_replica():
     """As many strangers as launched replicas: where their word counted, nobody was in the majority."""
-    first, second, *strangers = ends([list(range(8))] * 2 + [list(range(7))] * 2, invited=[2, 3])
+    first, second, *strangers = ends([list(range(8))] * 2 + [list(range(7))] * 2, first={2, 3}, invited=[2, 3])
     assert first == second == "with its run" and all("batches" in each for each in strangers)
 
 
