@@ -294,7 +294,8 @@ def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
 
 
 def unpaid_words(places: Places, config: RunConfig, opened: Sequence[placing.Open]) -> str:
-    """How many of a new run's `replicas` its money limits pay for, where the others wait for machines that join.
+    """Number of a new run's `replicas` that its money limits pay for, in words, where the others wait for machines that
+    join.
 
     Empty if they pay for all, or if no place has machines that cost money. `opened`: result of `first_launches`.
     """
