@@ -1,6 +1,7 @@
 """Shows a run to its end, for commands that launch or watch one: display, summary, exit code."""
 
 import json
+import math
 from collections.abc import Callable
 from shlex import quote
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import click
 
 from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HALTED
-from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
 from diloco_orchestrator.inspection.explain import why_still
@@ -20,6 +21,7 @@ from diloco_orchestrator.store.base import Store
 
 _EXIT_OF_STATE = {"completed": EXIT_COMPLETED, "failed": EXIT_FAILED, "halted": EXIT_HALTED}
 _POLL_S = 1.0  # between two polls; most of them cost no request
+_LONG_S = 60.0  # a poll that took so long has waited for the store
 
 
 def follow(
@@ -53,16 +55,28 @@ def follow(
     return EXIT_COMPLETED if result.status == "completed" else EXIT_HALTED
 
 
-def watch_until_stopped(store: Store, *, as_json: bool) -> int:
-    """Show a run, reading only, until it has stopped (its newest leg is over); returns the exit code."""
-    console, clock, said = Console(stderr=as_json), SystemClock(), False
+def watch_until_stopped(store: Store, *, as_json: bool, clock: Clock | None = None) -> int:
+    """Show a run, reading only, until it has stopped (its newest leg is over); returns the exit code.
+
+    After an outage of the store, in which nobody could write either, the run is not said to stand still before its
+    processes have had `retry.hung_after_s` to do so.
+    """
+    console, clock, said, trusts_at = Console(stderr=as_json), clock or SystemClock(), False, -math.inf
+    if console.is_terminal:
+        log_to(console)
     seen = SeenStore.of(store, clock)
     reader = RunReader(seen)
     with display_for(console, below=3) as show:
-        while (status := reader.status()).state in ("starting", "running"):
+        while True:
+            began = clock.now()
+            status = reader.status()
+            if status.state not in ("starting", "running"):
+                break
             seen.follow(reader.log)
             show(status)
-            still = why_still(status, clock.wall_time())
+            if clock.now() - began > _LONG_S:
+                trusts_at = clock.now() + status.hung_after_s
+            still = why_still(status, clock.wall_time()) if clock.now() >= trusts_at else []
             if still and not said:
                 say(console, "\n".join([*still, f"To go on: diloco attach {quote(status.url)}"]))
             said = bool(still)

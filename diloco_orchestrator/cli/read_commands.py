@@ -101,7 +101,7 @@ def watch(url: str, as_json: bool) -> int:
     """Follow the run in URL until it stops. Reads only: Ctrl-C leaves the run alone."""
     from diloco_orchestrator.cli.progress import watch_until_stopped
 
-    return watch_until_stopped(store_of(url), as_json=as_json)
+    return watch_until_stopped(store_of(url, watches=True), as_json=as_json)
 
 
 @click.command()
@@ -240,7 +240,7 @@ def _keep_up(url: str, destination: Path, port: int | None, as_json: bool) -> No
     from diloco_orchestrator.cli.live_report import PageServer, keep_up
     from diloco_orchestrator.clock import SystemClock
 
-    store, clock = store_of(url), SystemClock()
+    store, clock = store_of(url, watches=True), SystemClock()
     try:
         server = None if port is None else PageServer(port)
     except OSError as error:
@@ -289,7 +289,7 @@ def track(url: str, to: str, follow: bool, as_json: bool) -> None:
     from diloco_orchestrator.supervision.trackers import send_run
 
     stdout, sys.stdout = sys.stdout, sys.stderr  # trackers' libraries print, trackio even as the process ends
-    found = send_run(reader_of(url), to, SystemClock() if follow else None)
+    found = send_run(reader_of(url, watches=follow), to, SystemClock() if follow else None)
     words = f"{to}: {found.sent} of {found.rounds} rounds of {found.run_id} sent"
     words += f"; {found.rounds - found.sent} were there" if found.sent < found.rounds else ""
     click.echo(json.dumps({"to": to, **asdict(found)}) if as_json else shown(words), file=stdout)
@@ -315,7 +315,7 @@ def logs(
     """Print what a replica of the run in URL printed: kept in the bucket once it ended, until then on its host."""
     from diloco_orchestrator.inspection.logs import log_lines
 
-    reader = reader_of(url)
+    reader = reader_of(url, watches=follow)
     if follow:
         if attempt is not None:
             raise click.UsageError("--follow goes on from attempt to attempt: leave out --attempt.")

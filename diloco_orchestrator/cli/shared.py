@@ -67,23 +67,26 @@ class ExecutorCommand(click.Command):
         return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
 
 
-def store_of(url: str) -> "Store":
-    """The existing store at `url`. Until a request succeeds, retries end after 10 s: the URL may be wrong."""
+def store_of(url: str, *, watches: bool = False) -> "Store":
+    """The existing store at `url`. Until a request succeeds, retries end after 10 s: the URL may be wrong.
+
+    `watches`: for a command that follows a run; retries never end then once a request has succeeded.
+    """
     from diloco_orchestrator.run_log.run_store import of_run
-    from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
+    from diloco_orchestrator.store.open_store import INTERACTIVE, WATCHING, absolute_url, open_store
 
-    return of_run(open_store(absolute_url(url), retry=INTERACTIVE, must_exist=True))
+    return of_run(open_store(absolute_url(url), retry=WATCHING if watches else INTERACTIVE, must_exist=True))
 
 
-def reader_of(url: str, signed_by: str | None = None) -> "RunReader":
-    """A reader of the run whose folder is `url`. Raises `NoSuchRun`.
+def reader_of(url: str, signed_by: str | None = None, *, watches: bool = False) -> "RunReader":
+    """A reader of the run whose folder is `url`, with the store of `store_of`. Raises `NoSuchRun`.
 
     `signed_by`: the public key that must have signed the run, else `ConfigError`; None: any or none.
     """
     from diloco_orchestrator.inspection.status import RunReader
     from diloco_orchestrator.run_log.run_store import check_signed_by
 
-    reader = RunReader(store_of(url))
+    reader = RunReader(store_of(url, watches=watches))
     if signed_by is not None:
         check_signed_by(reader.run, reader.store.url, signed_by)
     return reader

@@ -21,17 +21,17 @@ def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> in
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.witness import Witness
     from diloco_orchestrator.run_log.run_store import identity_of_user
-    from diloco_orchestrator.store.open_store import absolute_url, open_store
+    from diloco_orchestrator.store.open_store import INTERACTIVE, WATCHING, absolute_url, open_store
 
     clock, identity = SystemClock(), identity_of_user()
-    watched = Witness(store_of(url), open_store(absolute_url(place)), identity, stamp())
+    stated = open_store(absolute_url(place), retry=INTERACTIVE if once else WATCHING)
+    watched = Witness(store_of(url, watches=not once), stated, identity, stamp())
     if not as_json:
         echo(f"witness {identity.public.key}")
     while True:
         found = watched.look()
-        if found.stated is not None:
-            stated = found.stated
-            say(as_json, {"round": stated.round, "sha256": stated.commit_sha256}, f"head {stated.head.short}")
+        if (new := found.stated) is not None:
+            say(as_json, {"round": new.round, "sha256": new.commit_sha256}, f"head {new.head.short}")
         if found.contradiction:
             echo(f"THE LOG IS ANOTHER ONE: {found.contradiction}. Both heads are in {place}.", err=True)
             return EXIT_DISAGREES

@@ -1,5 +1,6 @@
 """Opens a store by its URL: chooses the engine and wraps it in retries."""
 
+import math
 import os
 import random
 import re
@@ -24,6 +25,8 @@ _OUTAGE_S = 6 * 3600.0  # outages of large stores have lasted for hours
 LASTING = RetryPolicy(total_s=_OUTAGE_S)
 # For coordinators: a run whose coordinator has ended relaunches nobody.
 SUPERVISING = RetryPolicy(total_s=_OUTAGE_S, first_call_s=10.0)
+# For commands that watch a run for days: they cost next to nothing, and whoever started one may not see that it ended.
+WATCHING = RetryPolicy(total_s=math.inf, first_call_s=10.0, refused_s=math.inf)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ENGINES = ("auto", "obstore", "fsspec")

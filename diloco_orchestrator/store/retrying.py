@@ -33,7 +33,10 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Duration of retries of transient faults. Each pause is uniform from 0 to a bound that doubles with every try."""
+    """Duration of retries of transient faults, infinite for a process that waits until a person ends it.
+
+    Each pause is uniform from 0 to a bound that doubles with every try.
+    """
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
     longest_pause_s: float = 10.0  # throttling asks for seconds, not minutes
@@ -55,6 +58,7 @@ class _Opened:
         self._failing: set[str] = set()  # kinds of calls of which a fault was logged, until one succeeds
         self._reopen = reopen
         self._told_at = -math.inf
+        self._told = set[type[StoreError]]()  # kinds of errors logged since all failing kinds of calls have succeeded
         self._lock = threading.Lock()
 
     def succeeded(self, kind: str) -> None:
@@ -78,15 +82,18 @@ class _Opened:
                     return f" The store could not be opened anew: {error}"
         return ""
 
-    def may_tell(self, kind: str, now: float) -> bool:
-        """Whether the caller may log a fault of a kind of call now: one thread of the process may, every ten minutes.
+    def may_tell(self, kind: str, error: StoreError, now: float, every_s: float) -> bool:
+        """Whether the caller may log the fault `error` of a kind of call now: one thread may, every `every_s` seconds.
 
-        Sooner after calls of all failing kinds have succeeded: it is another fault then.
+        Sooner for another kind of error, and after calls of all failing kinds have succeeded: it is another fault then.
         """
         with self._lock:
-            if self._failing and now - self._told_at < _TOLD_EVERY_S:
+            if not self._failing:
+                self._told.clear()
+            if type(error) in self._told and now - self._told_at < every_s:
                 return False
             self._failing.add(kind)
+            self._told.add(type(error))
             self._told_at = now
             return True
 
@@ -155,7 +162,8 @@ class RetryingStore(Store):
     def _retry(self, kind: str, call: Callable[[Store], T]) -> T:
         """The result of `call`, of a kind such as "get", repeated after transient faults as long as policy allows."""
         failing_since: float | None = None  # the first fault, not the first try: a transfer may outlast total_s
-        refused_since = refused_at = -math.inf  # the first and the last of refusals that are minutes apart at most
+        # The first and the last of refusals that are minutes apart at most; finite before any, as refused_s may not be.
+        refused_since = refused_at = -1e12
         bounds = Backoff(self._policy.first_pause_s, self._policy.longest_pause_s).pauses()
         tries = 0
         while True:
@@ -203,12 +211,12 @@ class RetryingStore(Store):
         """
         if isinstance(error, StoreUnavailable) and spent_s < _TOLD_AFTER_S and took_s < _LONG_S:
             return
-        if self._opened.may_tell(kind, self._clock.now()):
+        ends = left_s < math.inf  # without an end there is no news of the same fault
+        if self._opened.may_tell(kind, error, self._clock.now(), _TOLD_EVERY_S if ends else math.inf):
             since = datetime.fromtimestamp(self._clock.wall_time() - spent_s, UTC)
+            more = f"for {left_s:.0f} s more" if ends else "until it answers"
             remedy = _RENEW if isinstance(error, StoreDenied) else ""
-            log.warning(
-                "%s%s Waiting since %s, for %.0f s more.%s", error, why, f"{since:%H:%M:%S} UTC", left_s, remedy
-            )
+            log.warning("%s%s Waiting since %s, %s.%s", error, why, f"{since:%H:%M:%S} UTC", more, remedy)
 
     @property
     def _total_s(self) -> float:

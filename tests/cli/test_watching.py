@@ -1,5 +1,6 @@
 """What somebody who watches a run is told: prefixes and colours of merged output, and why an attempt ended."""
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
@@ -10,13 +11,17 @@ from cli_support import diloco_here
 from in_one_process import SmallRun
 from scripted import STAMP, Scene
 
+from diloco_orchestrator.cli.progress import watch_until_stopped
 from diloco_orchestrator.cli.read_commands import _prefix
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.logs import LogLine
-from diloco_orchestrator.inspection.status import RoundRow, RunStatus
+from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, live_panel, overview
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
+from diloco_orchestrator.store.base import ObjectInfo
+from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaState
 
@@ -202,6 +207,35 @@ def test_a_halt_of_a_run_that_nobody_works_on_says_who_ends_it(tmp_path: Path):
     first, *_, last = done.stdout.splitlines()
     assert done.returncode == 0 and first == "asked." and "Nobody works on this run any more" in done.stdout
     assert last == f"Who supervises it ends it: diloco attach {tmp_path / 'run'}"
+
+
+def test_after_an_outage_a_run_is_not_said_to_stand_still_before_its_processes_could_write(capsys):
+    """Whoever watches reads at first what the outage, an hour of one call, kept everybody from replacing."""
+
+    class Watched(ManualClock):
+        said_at = 0.0
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if "Nobody works on this run any more" in capsys.readouterr().out:
+                self.said_at = self.now()
+                raise KeyboardInterrupt
+
+    class Out(MemoryStore):
+        over_at = 0.0
+
+        def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+            if clock.now() > 60.0 and not self.over_at:
+                clock.advance(3600.0)
+                self.over_at = clock.now()
+            return super().list(prefix, start_after)
+
+    clock, store = Watched(), Out()
+    SmallRun(store=store)
+    hung_after_s = RunReader(store).run.config.retry.hung_after_s
+    with pytest.raises(KeyboardInterrupt):
+        watch_until_stopped(store, as_json=False, clock=clock)
+    assert store.over_at > 3600.0 and store.over_at + hung_after_s <= clock.said_at <= store.over_at + hung_after_s + 10
 
 
 def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, RunStatus]):
