@@ -8,6 +8,7 @@ import datetime
 from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
@@ -58,9 +59,8 @@ class Witness:
         if self._log is None or why:  # a kept one remembers what it has read
             self._log = RunLog(self._store)
         log = self._log
-        begin = log.newest_begin().record
-        newest = log.newest(begin)
-        is_over = log.result(begin.leg) is not None
+        is_over = RunReader(self._store, log).has_stopped()  # before reading, so that no commit is left out
+        newest = log.newest(log.newest_begin().record)
         if newest is None or (last is not None and last.head == Head(newest.commit.round, newest.sha256)):
             return Sight(None, why, is_over)
         stated = Witnessed(

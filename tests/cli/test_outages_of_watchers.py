@@ -1,4 +1,4 @@
-"""Commands that follow a run for days, and a bucket that answers nobody for longer than a command that reads once waits."""
+"""Commands that follow a run for days, and a bucket that answers nobody for longer than other commands wait."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from cli_support import ROOT
-from faulty_proxy import Faults, proxy_before
 from fast_s3 import running_fast_s3
+from faulty_proxy import Faults, proxy_before
 from protocol_fleet import Fleet, play, report
 from real_runs import wait_for
 

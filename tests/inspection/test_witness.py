@@ -64,6 +64,35 @@ def test_heads_are_stated_as_the_run_goes_on_and_the_log_agrees_with_them(folder
     assert done.agrees and done.checked["noted heads"] == 2
 
 
+@pytest.mark.parametrize("has_result", [True, False])
+def test_the_last_commit_is_stated_though_the_run_ends_while_it_is_read(folder: Path, has_result: bool):
+    """A run is over with that commit too: a coordinator that has died writes no result."""
+    last = rounds_of(folder)[-1]
+    result = max((folder / "legs").glob("*/result.json"))
+    end = [(each.relative_to(folder).as_posix(), each.read_bytes()) for each in (last, result)[: 1 + has_result]]
+    shutil.rmtree(folder / "log", ignore_errors=True)
+    last.unlink()
+    result.unlink()
+
+    class Ends(MemoryStore):
+        def get(self, key: str, start: int = 0, end_at: int | None = None) -> bytes:
+            if key == result.relative_to(folder).as_posix():
+                for each in end:
+                    self.create(*each)
+            return super().get(key, start, end_at)
+
+    store, place = Ends(), MemoryStore()
+    for info in open_store(str(folder)).list(""):
+        store.create(info.key, open_store(str(folder)).get(info.key))
+    watched = Witness(store, place, ME, STAMP)
+    for _ in range(9):
+        if watched.look().is_over:
+            break
+    else:
+        pytest.fail("the run is not over")
+    assert statements(place)[-1].round == int(last.parent.name)
+
+
 def test_a_log_that_was_cut_is_told(folder: Path, tmp_path: Path):
     place = open_store(str(tmp_path / "place"))
     stated = witness(folder, place).look().stated
