@@ -11,7 +11,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.store.open_store import LASTING
+from diloco_orchestrator.store.open_store import LASTING, WATCHING
 from diloco_orchestrator.store.retrying import RetryingStore, RetryPolicy, _Opened
 from diloco_orchestrator.supervision.attempt_types import AttemptPolicy
 
@@ -417,3 +417,36 @@ def test_one_try_that_took_half_a_minute_and_was_lost_is_told(caplog: pytest.Log
     assert RetryingStore(store, clock, random.Random(1), LASTING).create("key", b"x")
     told, over = caplog.messages
     assert told.startswith("503 Slow Down. Waiting since 00:00:30 UTC") and over == "memory:// answers again."
+
+
+def test_who_watches_waits_for_days_and_is_told_each_kind_of_fault_once(caplog: pytest.LogCaptureFixture):
+    """Two days without an answer, then three of refusals: a person may renew credentials whenever they see it."""
+    store, clock = FaultyStore(), ManualClock()
+    found = RetryingStore(store, clock, random.Random(1), WATCHING)
+    found.put("key", b"x")
+    assert found.get("key") == b"x"
+
+    class Away(FaultyStore):
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if clock.now() < 2 * 86400.0:
+                raise StoreUnavailable("503 Slow Down.")
+            if clock.now() < 5 * 86400.0:
+                raise StoreDenied(FORBIDDEN)
+            return b"back"
+
+    found._opened.store = Away()
+    assert found.get("key") == b"back"
+    first, second, over = caplog.messages
+    assert first == "503 Slow Down. Waiting since 00:00:00 UTC, until it answers."
+    assert second.startswith(FORBIDDEN) and "renew them where they come from" in second
+    assert over == "memory:// answers again."
+
+
+def test_who_watches_is_refused_at_once_with_wrong_credentials_and_soon_at_a_wrong_address():
+    clock = ManualClock()
+    with pytest.raises(StoreDenied):
+        RetryingStore(FaultyStore(StoreDenied(FORBIDDEN)), clock, random.Random(1), WATCHING).get("key")
+    assert clock.now() == 0.0
+    with pytest.raises(StoreUnavailable):
+        RetryingStore(FaultyStore(*hiccups(1000)), clock, random.Random(1), WATCHING).get("key")
+    assert clock.now() == pytest.approx(10.0)
