@@ -58,8 +58,8 @@ def follow(
 def watch_until_stopped(store: Store, *, as_json: bool, clock: Clock | None = None) -> int:
     """Show a run, reading only, until it has stopped (its newest leg is over); returns the exit code.
 
-    After an outage of the store, in which nobody could write either, the run is not said to stand still before its
-    processes have had `retry.hung_after_s` to do so.
+    After an outage of the store, in which nobody could write either, the run's processes have `retry.hung_after_s` for
+    a record before this says that nobody works on the run.
     """
     console, clock, said, trusts_at = Console(stderr=as_json), clock or SystemClock(), False, -math.inf
     if console.is_terminal:
