@@ -25,6 +25,7 @@ from diloco_orchestrator import (
     open_store,
 )
 from diloco_orchestrator.allreduce.owners import ALONE
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.snapshots.stored_state import StoredState
 from diloco_orchestrator.testing import MockManager
@@ -32,7 +33,6 @@ from replica.rounds.interface import ClosedRound
 from replica.rounds.tip import OpenRound
 from replica.training.diloco_loop import DiLoCoLoop
 from replica.training.fp32_shadow import Fp32View, views_of
-from replica.training.fragments import SyncSchedule
 from replica.training.handover import Handover, ThroughBuffer, buffer_size, handover_of, views_in
 from replica.training.tensor_tree import pack, stored_tree
 
