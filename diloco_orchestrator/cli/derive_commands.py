@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 @click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
 @click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
 @items_option
-@click.option(
-    "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
-)
+@click.option("--tolerance", type=float, help="By which a score may differ; more for bf16.  [default: 0.0001]")
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run, ed25519:….")
 @click.option("--witness", metavar="PLACE", help="The log must have all heads that a witness has stated there.")
@@ -47,7 +45,7 @@ def verify(
     build: str | None,
     score: str | None,
     items: str | None,
-    tolerance: float,
+    tolerance: float | None,
     expect: str | None,
     signed_by: str | None,
     witness: str | None,
@@ -60,10 +58,11 @@ def verify(
     """
     if witnessed_by and not witness:
         raise click.UsageError("--witnessed-by goes with --witness PLACE.")
-    if items and not score:
-        raise click.UsageError("--items goes with --score.")
+    if (items or tolerance is not None) and not score:
+        raise click.UsageError("--items and --tolerance go with --score.")
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import verify as verified
+    from diloco_orchestrator.inspection.verify.findings import TOLERANCE
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
@@ -77,7 +76,7 @@ def verify(
         build=named_object("build", build),
         score=named_object("score", score),
         heldout_items=named_object("items", items),
-        tolerance=tolerance,
+        tolerance=TOLERANCE if tolerance is None else tolerance,
         expect=expect or None,
         signed_by=signed_by,
         witness=witness,

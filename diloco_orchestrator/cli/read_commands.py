@@ -353,7 +353,7 @@ def _prefix(line: "LogLine") -> str:
 @click.option("--models", is_flag=True, help="Print the public key that checks models which you have signed, as PEM.")
 @click.option("--certify", metavar="LINE", help="Let the user with this line (`diloco key --me`) supervise the run.")
 @click.option("--rotate", is_flag=True, help="Replace all keys but the run's own after the open round: one has leaked.")
-@click.option("--why", default="diloco key --rotate", show_default=True, help="Goes into the log.")
+@click.option("--why", help="With --rotate: goes into the log.  [default: diloco key --rotate]")
 @json_option
 def key(
     url: str | None,
@@ -362,7 +362,7 @@ def key(
     models: bool,
     certify: str | None,
     rotate: bool,
-    why: str,
+    why: str | None,
     as_json: bool,
 ) -> None:
     """Show which key signs the run in URL, and whether this machine has its private key; certify or rotate keys."""
@@ -370,6 +370,8 @@ def key(
 
     if sum((export, me, models, certify is not None, rotate)) > 1 or (url is None) is not (me or models):
         raise click.UsageError("say --me or --models alone, or URL with one of --export, --certify, --rotate or none.")
+    if why is not None and not rotate:
+        raise click.UsageError("--why goes with --rotate.")
     if url is None:
         from diloco_orchestrator.inspection.sign_model import public_pem
 
@@ -385,7 +387,7 @@ def key(
         say(as_json, {"private": operator.text()}, operator.text())
         return
     if certify is not None or rotate:
-        _change_keys(reader, certify, why, as_json)
+        _change_keys(reader, certify, why or "diloco key --rotate", as_json)
         return
     public = "" if run.signed_by is None else run.signed_by.key
     only_watches = why_only_watching(run, store)
