@@ -39,10 +39,6 @@ TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
 COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
 NEED_WHOLE_MODEL = ("fragment_update_alpha", "adapters")  # settings whose other values need it in one process
-_UNEQUAL_BITS = (
-    'how many steps fit a round depends on the machines\' speed, and "all" stands for runs that end with equal bits '
-    "whatever happens; the number of replicas as quorum waits for every one of them too"
-)
 
 # Settings that are refused together: a setting, its values (none: all but the default), settings that must have their
 # default beside these, and why.
@@ -55,7 +51,6 @@ _NOT_TOGETHER: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("deal", (), ("fragment_update_alpha",), "a restarted replica goes back a round"),
     ("deal", (), ("ranks_per_replica",), "each rank iterates over data of its own"),
     ("aggregate", COORDINATE_WISE, ("steps", "weights"), "each contribution counts once there, whatever its tokens"),
-    ("quorum", ("all",), ("steps",), _UNEQUAL_BITS),
 )
 
 
@@ -386,7 +381,7 @@ def _said(name: str, value: Any) -> str:
 
 
 def _why_not_so_many(config: RunConfig) -> Iterator[str]:
-    """Reasons why numbers of replicas, of their ranks, of strangers and of the quorum are refused together."""
+    """Reasons why numbers of replicas, ranks and strangers, or a quorum, do not fit the rest of the settings."""
     if config.replicas > config.most_replicas:
         yield (
             f"max_replicas={config.most_replicas} is below replicas={config.replicas}, of which the run has at least "
@@ -415,6 +410,12 @@ def _why_not_so_many(config: RunConfig) -> Iterator[str]:
         yield (
             f'aggregate="{config.aggregate}" with replicas={config.replicas}: of fewer than {_FEWEST_TRIMMED} values '
             f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
+        )
+    if config.steps == "equal_time" and config.quorum == "all":
+        yield (
+            'steps="equal_time" with quorum="all": how many steps fit a round depends on the machines\' speed, and '
+            '"all" stands for runs that end with equal bits whatever happens. Set quorum='
+            f'{config.replicas}, which waits for every replica too, or steps="equal".'
         )
     if config.most_replicas > config.replicas and config.quorum == "all":
         yield (
