@@ -355,13 +355,13 @@ class RunConfig(Tree):
 
 def _why_refused(config: RunConfig) -> Iterator[str]:
     """Reasons why settings are refused together, each with a remedy; none for settings that fit."""
-    yield from _why_not_so_many(config)
     for name, values, others, why in _NOT_TOGETHER:
         for other in others if _is_unusual(config, name, values) else ():
             if _is_unusual(config, other):
                 found = " with ".join(_said(each, getattr(config, each)) for each in (name, other))
                 usual = ", or ".join(_said(each, RunConfig.model_fields[each].default) for each in (other, name))
                 yield f"{found}: {why}. Set {usual}."
+    yield from _why_not_so_many(config)
     if secret := [name for name in sorted(config.env) if looks_secret(name)]:
         yield (
             f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
