@@ -11,13 +11,12 @@ import click
 from diloco_orchestrator.cli.shared import (
     EXIT_DISAGREES,
     EXIT_FAILED,
-    build_option,
+    code_options,
     echo,
-    items_option,
     json_option,
     named_object,
+    own_code,
     reader_of,
-    score_option,
     store_of,
     url_argument,
 )
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
 @click.command()
 @url_argument
 @click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
-@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
-@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
-@items_option
-@click.option(
-    "--tolerance", type=float, default=1e-4, show_default=True, help="By which a score may differ; more for bf16."
-)
+@code_options
+@click.option("--tolerance", type=float, help="By which a score may differ; more for bf16.  [default: 0.0001]")
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run, ed25519:….")
 @click.option("--witness", metavar="PLACE", help="The log must have all heads that a witness has stated there.")
@@ -47,7 +42,7 @@ def verify(
     build: str | None,
     score: str | None,
     items: str | None,
-    tolerance: float,
+    tolerance: float | None,
     expect: str | None,
     signed_by: str | None,
     witness: str | None,
@@ -60,10 +55,11 @@ def verify(
     """
     if witnessed_by and not witness:
         raise click.UsageError("--witnessed-by goes with --witness PLACE.")
-    if items and not score:
-        raise click.UsageError("--items goes with --score.")
+    if (items or tolerance is not None) and not score:
+        raise click.UsageError("--items and --tolerance go with --score.")
     store = store_of(url)  # before what is slow to import
     from diloco_orchestrator.inspection.verify import verify as verified
+    from diloco_orchestrator.inspection.verify.findings import TOLERANCE
     from diloco_orchestrator.protocol import keys
     from diloco_orchestrator.protocol.head import Head
     from diloco_orchestrator.run_log.launched_here import head_seen_here, why_not_launched_here
@@ -77,7 +73,7 @@ def verify(
         build=named_object("build", build),
         score=named_object("score", score),
         heldout_items=named_object("items", items),
-        tolerance=tolerance,
+        tolerance=TOLERANCE if tolerance is None else tolerance,
         expect=expect or None,
         signed_by=signed_by,
         witness=witness,
@@ -206,9 +202,7 @@ def _row_of(found: "RangeFinding") -> str:
 @click.option(
     "--until", type=int, help="Compare the bases after this round.  [default: --round; with --onward the newest]"
 )
-@score_option
-@build_option
-@items_option
+@code_options
 @click.option("--save", type=click.Path(path_type=Path), help="Write the model under the other decision there.")
 @json_option
 def whatif(
@@ -238,11 +232,9 @@ def whatif(
         run_log,
         round_,
         {**given, "outer": {name: value for name, value in outer.items() if value is not None}},
+        own_code(build, score, items),
         onward=onward,
         until=until,
-        score=named_object("score", score),
-        build=named_object("build", build),
-        items=named_object("items", items),
         save=save,
     )
     echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))

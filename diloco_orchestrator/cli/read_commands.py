@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from diloco_orchestrator.cli.shared import (
-    build_option,
+    code_options,
     echo,
-    items_option,
     json_option,
-    named_object,
     optional_url_argument,
+    own_code,
     reader_of,
     say,
-    score_option,
     signed_by_option,
     stamp,
     store_of,
@@ -187,9 +185,7 @@ def push(
 @click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--influence", is_flag=True, help="Add how far each contribution moved its round's base. Reads payloads.")
 @click.option("--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="Write the influence there, too.")
-@score_option
-@build_option
-@items_option
+@code_options
 @click.option("--follow", "-f", is_flag=True, help="Write the page anew after each round, until the run stops.")
 @click.option("--serve", is_flag=True, help="The same, and show it to a browser of this machine until Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), help="With --serve.  [default: one that is free]")
@@ -264,10 +260,9 @@ def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influen
     from diloco_orchestrator.inspection.whatif.influence import influence_of
     from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 
-    named = {name: named_object(name, text) for name, text in given.items()}
-    if named["score"] is None:
-        return influence_of(reader.log)
-    return influence_of(reader.log, BaseScorer(reader.log, ModelWriter(reader.log), **named))
+    code = own_code(**given)
+    scorer = None if code.score is None else BaseScorer(reader.log, ModelWriter(reader.log), code)
+    return influence_of(reader.log, scorer)
 
 
 @click.command()
@@ -353,7 +348,7 @@ def _prefix(line: "LogLine") -> str:
 @click.option("--models", is_flag=True, help="Print the public key that checks models which you have signed, as PEM.")
 @click.option("--certify", metavar="LINE", help="Let the user with this line (`diloco key --me`) supervise the run.")
 @click.option("--rotate", is_flag=True, help="Replace all keys but the run's own after the open round: one has leaked.")
-@click.option("--why", default="diloco key --rotate", show_default=True, help="Goes into the log.")
+@click.option("--why", help="With --rotate: goes into the log.  [default: diloco key --rotate]")
 @json_option
 def key(
     url: str | None,
@@ -362,7 +357,7 @@ def key(
     models: bool,
     certify: str | None,
     rotate: bool,
-    why: str,
+    why: str | None,
     as_json: bool,
 ) -> None:
     """Show which key signs the run in URL, and whether this machine has its private key; certify or rotate keys."""
@@ -370,6 +365,8 @@ def key(
 
     if sum((export, me, models, certify is not None, rotate)) > 1 or (url is None) is not (me or models):
         raise click.UsageError("say --me or --models alone, or URL with one of --export, --certify, --rotate or none.")
+    if why is not None and not rotate:
+        raise click.UsageError("--why goes with --rotate.")
     if url is None:
         from diloco_orchestrator.inspection.sign_model import public_pem
 
@@ -385,7 +382,7 @@ def key(
         say(as_json, {"private": operator.text()}, operator.text())
         return
     if certify is not None or rotate:
-        _change_keys(reader, certify, why, as_json)
+        _change_keys(reader, certify, why or "diloco key --rotate", as_json)
         return
     public = "" if run.signed_by is None else run.signed_by.key
     only_watches = why_only_watching(run, store)

@@ -47,6 +47,7 @@ class LaunchPlan:
     images: tuple[str, ...] = ()  # container images named by tag, which another image may have tomorrow
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
     places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
+    unpaid: str = ""  # how many replicas the limits pay for, where others wait for machines that join
     ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
     machines: tuple[int, ...] = ()  # of each replica, where one has several ranks
     rank_bytes: tuple[tuple[int, int], ...] = ()  # of each replica: host memory for us in a rank, held and at the most
@@ -151,6 +152,7 @@ class LaunchPlan:
             *self._scaling(),
             *self._ranks(),
             *(f"places:    {words}" for words in self.places),
+            *([f"unpaid:    {self.unpaid}"] if self.unpaid else []),
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
@@ -226,6 +228,7 @@ def plan_launch(
         requests=sent(prepared.executor, prepared.requests),
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,
         places=_places(prepared.opened),
+        unpaid=prepared.unpaid,
         price_sources=tuple(sorted({price.source for price in known})),
         egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
         rounds=config.rounds,

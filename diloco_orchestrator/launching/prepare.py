@@ -33,7 +33,7 @@ from diloco_orchestrator.supervision.launch_request import (
     extras_for,
     offers_to_machines,
 )
-from diloco_orchestrator.supervision.place_book import first_launches
+from diloco_orchestrator.supervision.place_book import first_launches, unpaid_words
 from diloco_orchestrator.supervision.placing import Open
 from diloco_orchestrator.supervision.trackers import library_of
 
@@ -56,6 +56,7 @@ class PreparedLaunch:
     requests: Sequence[LaunchRequest]  # of attempt 1 of every replica
     prices: Sequence[Price | None]  # of each machine that is paid for; None where the price is not known
     opened: Sequence[Open] = ()  # where each replica is launched, of an executor that has several places
+    unpaid: str = ""  # how many replicas the limits pay for, where others wait for machines that join
 
     @property
     def config(self) -> RunConfig:
@@ -137,10 +138,11 @@ def prepare_launch(
     launching = LaunchRequests(run, launched, url, storage_options, secrets, dry, operator=operator)
     launching.check(executor)
     opened = first_launches(executor, config) if isinstance(executor, Places) else []
+    unpaid = unpaid_words(executor, config, opened) if isinstance(executor, Places) else ""
     requests = _first_requests(launching, executor, opened)
     paid = [each for each in requests if not isinstance(executor, Places) or not executor.offers(each.place)]
     prices = [price_of(executor, request) for request in paid]
-    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened)
+    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened, unpaid)
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared

@@ -293,6 +293,27 @@ def first_launches(places: Places, config: RunConfig) -> list[placing.Open]:
     return found
 
 
+def unpaid_words(places: Places, config: RunConfig, opened: Sequence[placing.Open]) -> str:
+    """Number of a new run's `replicas` that its money limits pay for, in words, where the others wait for machines that
+    join.
+
+    Empty if they pay for all, or if no place has machines that cost money. `opened`: result of `first_launches`.
+    """
+    prices = prices_of(places, config.ranks_of(0))
+    priced = [(price.hourly_usd, name) for name, price in prices.items() if price and not places.offers(name)]
+    paid, wanted = sum(not places.offers(each.place) for each in opened), config.replicas
+    if paid >= wanted or not priced:
+        return ""
+    hourly_usd, name = min(priced)
+    pays = f"max_cost_usd={config.max_cost_usd} pays for {placing.WORTH_S / 60:.0f} minutes of"
+    if places.usd_per_hour is not None and places.usd_per_hour < wanted * hourly_usd:
+        pays = f"usd_per_hour={places.usd_per_hour:g} pays for"
+    return (
+        f"{pays} {paid or 'none'} of {wanted} replicas: a machine costs ${hourly_usd:.2f} an hour at {name}, the "
+        f"cheapest place that launches any. {'The rest start' if paid else 'All start'} only on machines that join."
+    )
+
+
 def _refusing(place: placing.PlaceView) -> placing.PlaceView:
     why = "two replicas were given up there for the same cause"
     return replace(place, rests_until=math.inf, refused_since=-math.inf, refusal=why)

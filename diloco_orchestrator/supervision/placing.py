@@ -563,4 +563,6 @@ def _why_nowhere(view: PlacesView, usable: Sequence[PlaceView], limits: Limits, 
         return f"{wanting}{'; '.join(map(_why_not, resting))}" if resting else ""
     if view.left_usd is not None and _spent(view, min(map(_hourly_usd, usable))):
         return f"{wanting}${view.left_usd:.2f} is left of max_cost_usd"
-    return f"{wanting}${view.rate_usd():.2f} an hour of usd_per_hour={limits.usd_per_hour:g} are in use"
+    cheapest = min(usable, key=_hourly_usd)
+    used = f"${view.rate_usd():.2f} an hour of usd_per_hour={limits.usd_per_hour:g} are in use"
+    return f"{wanting}{used}, and the cheapest machine is at {cheapest.name} for ${_hourly_usd(cheapest):.2f}"

@@ -18,6 +18,7 @@ from diloco_orchestrator import (
 )
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify import verify
+from diloco_orchestrator.join.executor import JoinExecutor
 
 SETTINGS: dict[str, Any] = {**FAST, "quorum": None, "rounds": 100_000, "sync_every": 3, "args": {"pause_s": 0.05}}
 
@@ -83,6 +84,38 @@ def test_a_plan_says_where_each_replica_would_be_launched_and_why(tmp_path):
     assert line == "replicas 0-4 at cheap: cheap ($1.00 an hour) costs the least per token, before dear ($3.00 an hour)"
     assert f"places:    {line}" in plan.lines() and plan.hourly_usd == 5.0
     assert plan.to_json()["places"] == (line,)
+
+
+@pytest.mark.parametrize(
+    ("usd_per_hour", "max_cost_usd", "words"),
+    [
+        (0.9, None, "usd_per_hour=0.9 pays for none of 4 replicas: "),
+        (2.5, 100.0, "usd_per_hour=2.5 pays for 2 of 4 replicas: "),
+        (None, 0.2, "max_cost_usd=0.2 pays for 10 minutes of 1 of 4 replicas: "),
+        (4.0, None, ""),
+    ],
+)
+def test_a_plan_says_how_many_replicas_the_limits_pay_for_where_the_others_wait_for_machines_that_join(
+    tmp_path, usd_per_hour, max_cost_usd, words
+):
+    places = {"cheap": LocalProcessExecutor(hourly_usd=1.0), "join": JoinExecutor()}
+    plan = plan_launch(
+        "tiny_workloads:train",
+        str(tmp_path),
+        replicas="4..8",
+        max_cost_usd=max_cost_usd,
+        executor=Places(places, usd_per_hour=usd_per_hour),
+    )
+    rest = "All start" if "none" in words else "The rest start"
+    where = "a machine costs $1.00 an hour at cheap, the cheapest place that launches any. "
+    assert plan.unpaid == (words and f"{words}{where}{rest} only on machines that join.")
+    assert (f"unpaid:    {plan.unpaid}" in plan.lines()) == bool(words) == bool(plan.to_json()["unpaid"])
+
+
+def test_a_launch_warns_that_the_limits_pay_for_none_and_waits_for_machines_that_join(tmp_path, caplog):
+    executor = Places({"cheap": LocalProcessExecutor(hourly_usd=1.0), "join": JoinExecutor()}, usd_per_hour=0.9)
+    launch("tiny_workloads:train", store=str(tmp_path), executor=executor, replicas="2..3", **SETTINGS)
+    assert [each.levelname for each in caplog.records if "pays for none of 2 replicas" in each.message] == ["WARNING"]
 
 
 @pytest.mark.parametrize(
