@@ -37,7 +37,7 @@ from diloco_orchestrator.supervision.vendor import Vendor
 log = logging.getLogger(__name__)
 
 _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; a check costs nothing
-_STALLED_S = 60.0  # without a commit after which the disk of the run's folder is looked at
+_STALLED_S = 60.0  # without a commit after which the disk of the run's folder is checked
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Coordinator:
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
-        self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was looked at
+        self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was checked
         self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
