@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,21 +117,17 @@ def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, s
     if done.signed_by:
         yield "signed by", f"{done.signed_by}{'' if is_asked_for else '  (as run.json says: compare, or --signed-by)'}"
     if not done.not_derived:
-        yield "models of", f"{_spans(sorted(done.bases))}  (diloco pull --round)"
+        yield "models of", f"{_spans(done.bases)}  (diloco pull --round)"
 
 
 def _counts(found: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
 
 
-def _spans(rounds: list[int]) -> str:
-    spans: list[list[int]] = []
-    for round_ in rounds:
-        if spans and round_ == spans[-1][-1] + 1:
-            spans[-1].append(round_)
-        else:
-            spans.append([round_])
-    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
+def _spans(rounds: Iterable[int]) -> str:
+    from diloco_orchestrator.protocol.replica_names import spans
+
+    words = [str(low) if low == high else f"{low} to {high}" for low, high in spans(rounds)]
     return f"rounds {', '.join(words)}" if words else "no round"
 
 
