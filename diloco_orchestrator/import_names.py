@@ -21,12 +21,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 SHORT_NAMES = ("executors", "replica")
+T = TypeVar("T")
 
 
 @functools.cache
@@ -71,6 +72,22 @@ def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[A
     except (Exception, SystemExit) as error:  # the other package's code runs here, and may raise anything
         words = f"{type(error).__name__}: {error}"
         raise ValueError(f"{where} does not load: {words}. Repair or uninstall that package.") from error
+
+
+def registered_class(kind: str, group: str, name: str, base: type[T], taken: bool = False) -> type[T]:
+    """The class derived from `base` that another package registers under `name`, which the class has as its `name`.
+
+    Raises ValueError for any other object, and as `registered`, which describes the arguments.
+    """
+    found, where = registered(kind, group, name, taken)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(f"{where} is no class derived from `{base.__name__}`. Repair that package, or name another.")
+    if getattr(found, "name", None) != name:
+        raise ValueError(
+            f"{where} calls itself {getattr(found, 'name', None)!r}, and records hold that name. The package has to "
+            "register it under its own name."
+        )
+    return found
 
 
 def _package_of(entry: "EntryPoint") -> str:

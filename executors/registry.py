@@ -13,7 +13,7 @@ from diloco_orchestrator.executors.contract import ExecutorError, ServerlessExec
 from diloco_orchestrator.executors.mixed import MixedExecutor
 from diloco_orchestrator.executors.names import unknown_name
 from diloco_orchestrator.executors.places import Places
-from diloco_orchestrator.import_names import registered, registered_names
+from diloco_orchestrator.import_names import registered_class, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.executors"
 OURS = {
@@ -40,21 +40,13 @@ def executor_class(name: str) -> type:
     class of that name.
     """
     try:
-        found, where = registered("executor", ENTRY_POINTS, name, taken=name in OURS)
+        return registered_class("executor", ENTRY_POINTS, name, ServerlessExecutor, name in OURS)  # type: ignore[type-abstract]
     except LookupError:
         if name not in OURS:
             raise ValueError(unknown_name("executor", name, executor_names())) from None
         module, _, symbol = OURS[name].partition(":")
         ours: type = getattr(importlib.import_module(module), symbol)
         return ours
-    if not isinstance(found, type) or not issubclass(found, ServerlessExecutor):
-        raise ValueError(f"{where} is no executor class. The package has to register a `ServerlessExecutor`.")
-    if getattr(found, "name", None) != name:
-        raise ValueError(
-            f"{where} calls itself {getattr(found, 'name', None)!r}, and that is what handles record. The package has "
-            "to register it under its own name."
-        )
-    return found
 
 
 def constructor_options(name: str) -> list[Option]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,12 @@ import click
 from diloco_orchestrator.cli.shared import (
     EXIT_DISAGREES,
     EXIT_FAILED,
-    build_option,
+    code_options,
     echo,
-    items_option,
     json_option,
     named_object,
+    own_code,
     reader_of,
-    score_option,
     store_of,
     url_argument,
 )
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
 @click.command()
 @url_argument
 @click.option("--load", is_flag=True, help="Load every snapshot with transformers or PEFT, too.")
-@click.option("--build", metavar="PKG.MOD:FN", help="Makes the model, for --load of one that neither knows.")
-@click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score what was loaded, and compare.")
-@items_option
+@code_options
 @click.option("--tolerance", type=float, help="By which a score may differ; more for bf16.  [default: 0.0001]")
 @click.option("--expect", metavar="HEAD", help="The log must reach it.  [default: the newest that you saw here]")
 @click.option("--signed-by", metavar="KEY", help="The public key that must have signed the run, ed25519:….")
@@ -120,21 +117,17 @@ def _findings(done: "Verification", is_asked_for: bool) -> Iterator[tuple[str, s
     if done.signed_by:
         yield "signed by", f"{done.signed_by}{'' if is_asked_for else '  (as run.json says: compare, or --signed-by)'}"
     if not done.not_derived:
-        yield "models of", f"{_spans(sorted(done.bases))}  (diloco pull --round)"
+        yield "models of", f"{_spans(done.bases)}  (diloco pull --round)"
 
 
 def _counts(found: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in found.items()) or "nothing"
 
 
-def _spans(rounds: list[int]) -> str:
-    spans: list[list[int]] = []
-    for round_ in rounds:
-        if spans and round_ == spans[-1][-1] + 1:
-            spans[-1].append(round_)
-        else:
-            spans.append([round_])
-    words = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
+def _spans(rounds: Iterable[int]) -> str:
+    from diloco_orchestrator.protocol.replica_names import spans
+
+    words = [str(low) if low == high else f"{low} to {high}" for low, high in spans(rounds)]
     return f"rounds {', '.join(words)}" if words else "no round"
 
 
@@ -205,9 +198,7 @@ def _row_of(found: "RangeFinding") -> str:
 @click.option(
     "--until", type=int, help="Compare the bases after this round.  [default: --round; with --onward the newest]"
 )
-@score_option
-@build_option
-@items_option
+@code_options
 @click.option("--save", type=click.Path(path_type=Path), help="Write the model under the other decision there.")
 @json_option
 def whatif(
@@ -237,11 +228,9 @@ def whatif(
         run_log,
         round_,
         {**given, "outer": {name: value for name, value in outer.items() if value is not None}},
+        own_code(build, score, items),
         onward=onward,
         until=until,
-        score=named_object("score", score),
-        build=named_object("build", build),
-        items=named_object("items", items),
         save=save,
     )
     echo(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))

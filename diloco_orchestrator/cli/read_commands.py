@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from diloco_orchestrator.cli.shared import (
-    build_option,
+    code_options,
     echo,
-    items_option,
     json_option,
-    named_object,
     optional_url_argument,
+    own_code,
     reader_of,
     say,
-    score_option,
     signed_by_option,
     stamp,
     store_of,
@@ -187,9 +185,7 @@ def push(
 @click.argument("destination", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--influence", is_flag=True, help="Add how far each contribution moved its round's base. Reads payloads.")
 @click.option("--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="Write the influence there, too.")
-@score_option
-@build_option
-@items_option
+@code_options
 @click.option("--follow", "-f", is_flag=True, help="Write the page anew after each round, until the run stops.")
 @click.option("--serve", is_flag=True, help="The same, and show it to a browser of this machine until Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), help="With --serve.  [default: one that is free]")
@@ -264,10 +260,9 @@ def _influence(reader: "RunReader", given: Mapping[str, str | None]) -> "Influen
     from diloco_orchestrator.inspection.whatif.influence import influence_of
     from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 
-    named = {name: named_object(name, text) for name, text in given.items()}
-    if named["score"] is None:
-        return influence_of(reader.log)
-    return influence_of(reader.log, BaseScorer(reader.log, ModelWriter(reader.log), **named))
+    code = own_code(**given)
+    scorer = None if code.score is None else BaseScorer(reader.log, ModelWriter(reader.log), code)
+    return influence_of(reader.log, scorer)
 
 
 @click.command()

@@ -5,6 +5,7 @@ without characters that move the terminal's cursor or change its colours.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from diloco_orchestrator.redaction import shown
 
 if TYPE_CHECKING:
     from diloco_orchestrator.inspection.status import RunReader
+    from diloco_orchestrator.inspection.verify.loading import OwnCode
     from diloco_orchestrator.protocol.record_format import Stamp
     from diloco_orchestrator.store.base import Store
 
@@ -34,13 +36,22 @@ secret_option = click.option(
 )  # fmt: skip
 
 
-build_option = click.option(
-    "--build", metavar="PKG.MOD:FN", help="Makes the model, where neither transformers nor PEFT does."
-)
-score_option = click.option("--score", metavar="PKG.MOD:FN", help="Your heldout(model, items): score the models here.")
-items_option = click.option(
-    "--items", metavar="PKG.MOD:NAME", help="The held-out items.  [default: those given to launch]"
-)
+def code_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with the options `--score`, `--build` and `--items`, the caller's code that makes and scores models."""
+    for name, kind, about in (
+        ("items", "NAME", "The held-out items.  [default: those given to launch]"),
+        ("build", "FN", "Makes the model, where neither transformers nor PEFT does."),
+        ("score", "FN", "Your heldout(model, items): score the models here."),
+    ):
+        command = click.option(f"--{name}", metavar=f"PKG.MOD:{kind}", help=about)(command)
+    return command
+
+
+def own_code(build: str | None, score: str | None, items: str | None) -> "OwnCode":
+    """The caller's code that these options name. Raises `ConfigError` for what is not there."""
+    from diloco_orchestrator.inspection.verify.loading import OwnCode
+
+    return OwnCode(named_object("build", build), named_object("score", score), named_object("items", items))
 
 
 class ExecutorCommand(click.Command):

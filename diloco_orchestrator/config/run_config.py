@@ -30,6 +30,7 @@ from diloco_orchestrator.config.parts import (
     TimingConfig,
     Tree,
 )
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ConfigError, as_config_errors, unknown_name
 from diloco_orchestrator.executors.names import check_entrypoint
 from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact, secret_settings
@@ -37,6 +38,20 @@ from diloco_orchestrator.redaction import has_token_shape, looks_secret, redact,
 TRACKERS = ("tensorboard", "trackio", "wandb")
 _FEWEST_TRIMMED = 4  # replicas of a run whose aggregate leaves some of the contributions or values out
 COORDINATE_WISE = ("trimmed_mean", "median")  # aggregates in which each contribution counts once, whatever its weight
+NEED_WHOLE_MODEL = ("fragment_update_alpha", "adapters")  # settings whose other values need it in one process
+
+# Settings that are refused together: a setting, its values (none: all but the default), settings that must have their
+# default beside these, and why.
+_NOT_TOGETHER: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
+    ("adapters", (), ("fragments", "fragment_update_alpha"), "its factors move wholly and in the same round"),
+    ("adapters", (), ("aggregate",), "the mean of products is the only average of adapters as products"),
+    ("path", ("scatter_reduce",), ("adapters",), "the mean of products needs every payload"),
+    ("ranks_per_replica", (), NEED_WHOLE_MODEL, "it needs the whole model in one process"),
+    ("deal", (), ("fragment_sync_delay",), "steps are taken before the commit that deals them"),
+    ("deal", (), ("fragment_update_alpha",), "a restarted replica goes back a round"),
+    ("deal", (), ("ranks_per_replica",), "each rank iterates over data of its own"),
+    ("aggregate", COORDINATE_WISE, ("steps", "weights"), "each contribution counts once there, whatever its tokens"),
+)
 
 
 class RunConfig(Tree):
@@ -257,6 +272,7 @@ class RunConfig(Tree):
             check_entrypoint(self.entrypoint)
         get_codec(self.codec)  # raises `ConfigError` for one that is no row of its table
         check_track(self.track)
+        _ = self.schedule  # raises `ConfigError` for steps that do not fit
         if reason := next(_why_refused(self), ""):
             raise ConfigError(reason)
         return self
@@ -275,9 +291,14 @@ class RunConfig(Tree):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
+    def schedule(self) -> SyncSchedule:
+        """The inner steps at which fragments are published and synchronised."""
+        return SyncSchedule(self.sync_every, self.fragments, self.fragment_sync_delay, self.fragment_update_alpha)
+
+    @property
     def round_steps(self) -> int:
         """Inner steps of one round."""
-        return self.sync_every // self.fragments
+        return self.schedule.round_steps
 
     @property
     def shard_numel(self) -> int:
@@ -334,31 +355,13 @@ class RunConfig(Tree):
 
 def _why_refused(config: RunConfig) -> Iterator[str]:
     """Reasons why settings are refused together, each with a remedy; none for settings that fit."""
-    if config.sync_every % config.fragments:
-        multiple = config.fragments * -(-config.sync_every // config.fragments)
-        yield (
-            f"sync_every={config.sync_every} is not divisible by fragments={config.fragments}: each fragment moves "
-            f"once in sync_every steps. Choose a multiple, such as {multiple}."
-        )
-    if config.fragment_sync_delay >= config.round_steps:
-        yield (
-            f"fragment_sync_delay={config.fragment_sync_delay} must be below sync_every / fragments = "
-            f"{config.round_steps}: a fragment is synchronised before the next one is published."
-        )
-    if config.adapters == "exact":
-        yield from _why_not_with_exact_adapters(config)
-    yield from _why_not_with_these_ranks(config)
-    yield from _why_not_with_these_strangers(config)
-    if config.deal == "open":
-        for name, usual, why in (
-            ("fragment_sync_delay", 0, "steps are taken before the commit that deals them"),
-            ("fragment_update_alpha", 0.0, "a restarted replica goes back a round"),
-            ("ranks_per_replica", 1, "each rank iterates over data of its own"),
-        ):
-            if (value := getattr(config, name)) != usual:
-                yield f'deal="open" with {name}={value}: {why}. Set {name}={usual}, or deal="ids".'
-    yield from _why_not_with_this_aggregate(config)
-    yield from _why_not_with_this_quorum(config)
+    for name, values, others, why in _NOT_TOGETHER:
+        for other in others if _is_unusual(config, name, values) else ():
+            if _is_unusual(config, other):
+                found = " with ".join(_said(each, getattr(config, each)) for each in (name, other))
+                usual = ", or ".join(_said(each, RunConfig.model_fields[each].default) for each in (other, name))
+                yield f"{found}: {why}. Set {usual}."
+    yield from _why_not_so_many(config)
     if secret := [name for name in sorted(config.env) if looks_secret(name)]:
         yield (
             f"env holds {', '.join(secret)}, which look like secrets, and run.json can be read by everybody who "
@@ -366,61 +369,32 @@ def _why_refused(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _why_not_with_exact_adapters(config: RunConfig) -> Iterator[str]:
-    if config.fragments > 1 or config.fragment_update_alpha:
-        yield (
-            f'adapters="exact" with fragments={config.fragments} and fragment_update_alpha='
-            f"{config.fragment_update_alpha:g}: both factors of a product must move wholly and in the same round. "
-            'Set fragments=1 and fragment_update_alpha=0, or adapters="mean".'
-        )
-    if config.path == "scatter_reduce":
-        yield (
-            'adapters="exact" with path="scatter_reduce": the mean of products needs every payload. Set '
-            'path="gather", or adapters="mean".'
-        )
+def _is_unusual(config: RunConfig, name: str, values: tuple[str, ...] = ()) -> bool:
+    """Whether a setting has one of these values; without `values`, whether it has another value than its default."""
+    value = getattr(config, name)
+    usual = RunConfig.model_fields[name].default
+    return value in values if values else any(each != usual for each in (value if isinstance(value, list) else [value]))
 
 
-def _why_not_with_these_ranks(config: RunConfig) -> Iterator[str]:
+def _said(name: str, value: Any) -> str:
+    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"
+
+
+def _why_not_so_many(config: RunConfig) -> Iterator[str]:
+    """Reasons why numbers of replicas, ranks and strangers, or a quorum, do not fit the rest of the settings."""
+    if config.replicas > config.most_replicas:
+        yield (
+            f"max_replicas={config.most_replicas} is below replicas={config.replicas}, of which the run has at least "
+            "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
+        )
     given = config.ranks_per_replica
-    every = given if isinstance(given, list) else [given] * config.most_replicas
-    if len(every) != config.most_replicas:
+    if isinstance(given, list) and len(given) != config.most_replicas:
         yield (
-            f"ranks_per_replica={given} holds {len(every)} numbers for {config.most_replicas} replicas: give one "
+            f"ranks_per_replica={given} holds {len(given)} numbers for {config.most_replicas} replicas: give one "
             "for each, or one for all."
         )
-    if min(every) < 1:
+    if min(given if isinstance(given, list) else [given]) < 1:
         yield f"ranks_per_replica={given}: a replica has at least one rank."
-    for name, usual in (("fragment_update_alpha", 0.0), ("adapters", "mean")) if max(every) > 1 else ():
-        if (value := getattr(config, name)) != usual:
-            yield (
-                f"{name}={value!r} with ranks_per_replica={given}: it needs the whole model in one process. "
-                f"Set {name}={usual!r}, or ranks_per_replica=1."
-            )
-
-
-def _why_not_with_this_aggregate(config: RunConfig) -> Iterator[str]:
-    if config.aggregate == "mean":
-        return
-    if config.replicas < _FEWEST_TRIMMED and config.aggregate != "contributors_mean":
-        yield (
-            f'aggregate="{config.aggregate}" with replicas={config.replicas}: of fewer than {_FEWEST_TRIMMED} values '
-            f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
-        )
-    if config.aggregate in COORDINATE_WISE and (config.weights == "tokens" or config.steps == "equal_time"):
-        unequal = 'steps="equal_time"' if config.steps == "equal_time" else 'weights="tokens"'
-        remedy = 'steps="equal"' if config.steps == "equal_time" else 'weights="uniform"'
-        yield (
-            f'aggregate="{config.aggregate}" with {unequal}: each contribution counts once there, whatever its '
-            f'tokens. Set {remedy}, or aggregate="mean".'
-        )
-    if config.adapters == "exact":
-        yield (
-            f'aggregate="{config.aggregate}" with adapters="exact", which is a mean of products. Set '
-            'adapters="mean", or aggregate="mean".'
-        )
-
-
-def _why_not_with_these_strangers(config: RunConfig) -> Iterator[str]:
     if any(not 0 <= each < config.most_replicas for each in config.invited):
         yield (
             f"invited={config.invited}: the run has replicas 0 to {config.most_replicas - 1}. Name some of these, or "
@@ -432,19 +406,16 @@ def _why_not_with_these_strangers(config: RunConfig) -> Iterator[str]:
             f"invited={config.invited} leaves {len(others)} of {config.replicas} replicas that are not: the others "
             "commit the rounds and confirm each other's bases. Two or more must not be invited."
         )
-
-
-def _why_not_with_this_quorum(config: RunConfig) -> Iterator[str]:
+    if config.aggregate not in ("mean", "contributors_mean") and config.replicas < _FEWEST_TRIMMED:
+        yield (
+            f'aggregate="{config.aggregate}" with replicas={config.replicas}: of fewer than {_FEWEST_TRIMMED} values '
+            f'too few are left once the outer ones are gone. Take {_FEWEST_TRIMMED} replicas or more, or "mean".'
+        )
     if config.steps == "equal_time" and config.quorum == "all":
         yield (
             'steps="equal_time" with quorum="all": how many steps fit a round depends on the machines\' speed, and '
             '"all" stands for runs that end with equal bits whatever happens. Set quorum='
             f'{config.replicas}, which waits for every replica too, or steps="equal".'
-        )
-    if config.replicas > config.most_replicas:
-        yield (
-            f"max_replicas={config.most_replicas} is below replicas={config.replicas}, of which the run has at least "
-            "so many. Give the smaller number first, as in replicas=4, max_replicas=16 (--replicas 4..16)."
         )
     if config.most_replicas > config.replicas and config.quorum == "all":
         yield (

@@ -16,7 +16,7 @@ from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.guard.sequential_v1 import SequentialV1
 from diloco_orchestrator.guard.sequential_v2 import SequentialV2
 from diloco_orchestrator.guard.sequential_v3 import SequentialV3
-from diloco_orchestrator.import_names import registered, registered_names
+from diloco_orchestrator.import_names import registered_class, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.guard_rules"
 _BY_SETTING: Mapping[str, type[GuardRule]] = {"sequential": SequentialGuard, "heldout": HeldOutRule, "off": OffRule}
@@ -71,12 +71,4 @@ def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, An
 def _installed(name: str) -> type[GuardRule]:
     """The guard rule that another package registers. Raises `LookupError` if none does, `ConfigError` if it is none."""
     with as_config_errors():
-        kind, where = registered("guard rule", ENTRY_POINTS, name)
-    if not isinstance(kind, type) or not issubclass(kind, GuardRule):
-        raise ConfigError(f"{where} is no class derived from `GuardRule`. Repair that package, or name another rule.")
-    if getattr(kind, "name", None) != name:
-        raise ConfigError(
-            f"{where} calls itself {getattr(kind, 'name', None)!r}, and commits record that name. The package has to "
-            "register it under its own name."
-        )
-    return kind
+        return registered_class("guard rule", ENTRY_POINTS, name, GuardRule)  # type: ignore[type-abstract]

@@ -23,13 +23,20 @@ _OFFER_DIGITS = 32  # of the digest of an offer, in the keys of the records abou
 # Takes "2" to "9" are of earlier versions; those of nine digits are random, where somebody was in the way: of the first
 # base, and of any in a signed run.
 _TAKE = rf"[2-9]|[1-9][0-9]{{8}}|r{_N}|rebuilt"
-_WORDS = {
+_WORDS = {  # parts of keys that are no numbers
     "token": "[0-9a-f]{16}",
     "sha256": "[0-9a-f]{64}",
     "job": _JOB,
-    "offer": "[0-9a-f]{32}",
+    "offer": f"[0-9a-f]{{{_OFFER_DIGITS}}}",
     "identity": "[0-9a-f]{32}",
     "take": _TAKE,
+    "record": r"[a-z]+\.json",
+    "about": r"(?:taken|lease|cancel|end)\.json",
+    "text": r"[a-z]+\.(?:json|txt)",
+    "part": "[0-9]{6}",
+    "kind": "commits|manifests",
+    "name": "[^/]+",
+    "path": ".*",
 }
 _PARTS = {"round": _ROUND, "version": "[2-9]", **_WORDS}  # of keys; the others are numbers
 
@@ -43,7 +50,7 @@ class Form:
         self._template = re.sub("<[a-z0-9]+>", "{}", text)
         self._rounds = [index for index, name in enumerate(self.names) if name == "round"]
         groups = [f"({_PARTS.get(name, _N)})" for name in self.names]
-        self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups))
+        self._pattern = re.compile(re.escape(self._template).replace(r"\{\}", "{}").format(*groups), re.DOTALL)
 
     def __call__(self, *parts: int | str) -> str:
         """The key with these values for the pattern's placeholders, in order."""
@@ -90,13 +97,12 @@ scale = Form("legs/<leg>/scale/<number>.json")
 outs = Form("legs/<leg>/out/")  # the prefix of the records of replicas that are out of a leg
 out = Form("legs/<leg>/out/<id>.json")
 
-_OF_LEG = re.compile(rf"legs/({_N})/([a-z]+\.json)")
+_of_leg = Form("legs/<leg>/<record>")
 
 
 def parse_leg(key: str) -> tuple[int, str] | None:
     """(leg, file name) of a record of a leg (start or resume to stop), or None for any other key."""
-    found = _OF_LEG.fullmatch(key)
-    return (int(found[1]), found[2]) if found else None
+    return _of_leg.parse(key)
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
@@ -150,13 +156,15 @@ class AttemptKey:
     token: str = ""  # of a claim
 
 
-_ATTEMPT = re.compile(rf"replicas/({_N})/attempts/({_N})/(?:claim\.([0-9a-f]{{16}})\.json|([a-z]+\.(?:json|txt)))")
+_of_attempt = Form("replicas/<id>/attempts/<attempt>/<text>")
 
 
 def parse_attempt(key: str) -> AttemptKey | None:
     """The parts of the key of an object about an attempt, or None for any other key."""
-    found = _ATTEMPT.fullmatch(key)
-    return AttemptKey(int(found[1]), int(found[2]), found[4] or CLAIM, found[3] or "") if found else None
+    if claimed := CLAIMS[0].parse(key):
+        return AttemptKey(claimed[0], claimed[1], CLAIM, claimed[2])
+    found = _of_attempt.parse(key)
+    return AttemptKey(*found) if found else None
 
 
 states = Form("replicas/<id>/state/")  # the prefix of a replica's saved states and buffers
@@ -197,35 +205,33 @@ def parse_invited(key: str) -> tuple[int, int, str] | None:
 
 
 join_output = Form("join/output/<job>/")  # the prefix of the pieces of an offered attempt's output
+_piece_of_output = Form("join/output/<job>/<part>.txt")
+_about_offer = Form("join/attempts/<job>/<offer>.<about>")
 
 
 def about_offer(record: str) -> Form:
     """The key pattern of a record about an offer (an attempt for machines that join), such as "taken.json"."""
-    return Form(f"{JOINS}<job>/<offer>.{record}")
+    return Form(_about_offer.text.replace("<about>", record))
 
 
 def join_record(name: str, offer_sha256: str, record: str) -> str:
     """The key of a record about the offer (an attempt for machines that join) whose bytes have this sha256."""
-    return f"{JOINS}{name}/{offer_sha256[:_OFFER_DIGITS]}.{record}"
+    return _about_offer(name, offer_sha256[:_OFFER_DIGITS], record)
 
 
 def join_piece(name: str, piece: int) -> str:
     """The key of one piece of the output of an attempt on a joined machine. Pieces count from 0, in key order."""
-    return f"{join_output(name)}{piece:06d}.txt"
+    return _piece_of_output(name, f"{piece:06d}")
 
 
-_JOIN_RECORD = re.compile(
-    rf"join/attempts/({_JOB})/(?:([0-9a-f]{{{_OFFER_DIGITS}}})\.)?((?:offer|taken|lease|cancel|end)\.json)"
-)
-_JOIN_PIECE = re.compile(rf"join/output/{_JOB}/[0-9]{{6}}\.txt")
 _JOB_OF_ATTEMPT = re.compile(rf"dl-.+-r({_N})-a({_N})")
-_OF_JOB = re.compile(rf"join/(?:attempts|output)/(dl-.+-r({_N})-a({_N}))/.*", re.DOTALL)
+_OF_JOB = re.compile(rf"join/(?:attempts|output)/{_JOB_OF_ATTEMPT.pattern}/.*", re.DOTALL)
 
 
 def parse_joined(key: str) -> tuple[int, int] | None:
     """(replica_id, attempt) of any object about an attempt that is offered to machines; None for any other key."""
     found = _OF_JOB.fullmatch(key)
-    return (int(found[2]), int(found[3])) if found else None
+    return (int(found[1]), int(found[2])) if found else None
 
 
 @dataclass(frozen=True)
@@ -249,15 +255,15 @@ class JoinKey:
 
 def parse_join_record(key: str) -> JoinKey | None:
     """The parts of the key of an offer (an attempt for machines that join) or of a record about one; else None."""
-    found = _JOIN_RECORD.fullmatch(key)
-    if found is None or bool(found[2]) == (found[3] == JOIN_OFFER):
-        return None
-    return JoinKey(found[1], found[2] or "", found[3])
+    if offered := join_offer.parse(key):
+        return JoinKey(offered[0], "", JOIN_OFFER)
+    found = _about_offer.parse(key)
+    return JoinKey(*found) if found else None
 
 
 def is_join_piece(key: str) -> bool:
     """Whether this is the key of a piece of the output of an attempt that runs on a machine that joined."""
-    return _JOIN_PIECE.fullmatch(key) is not None
+    return _piece_of_output.parse(key) is not None
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -338,7 +344,7 @@ def parse_want(key: str) -> PayloadKey | None:
     return PayloadKey(*found) if found else None
 
 
-_OF_ROUND = re.compile(rf"rounds/({_ROUND})/.*")
+_of_round = Form("rounds/<round>/<path>")
 
 
 def parse_round(key: str) -> int | None:
@@ -346,8 +352,8 @@ def parse_round(key: str) -> int | None:
 
     For a segment (an object that joins the records of ten or a hundred rounds), its last round.
     """
-    if found := _OF_ROUND.fullmatch(key):
-        return int(found[1])
+    if found := _of_round.parse(key):
+        return int(found[0])
     if (saved := parse_state(key)) is not None:
         return saved[1]
     segment, of_snapshot = parse_segment(key), parse_snapshot_file(key)
@@ -355,6 +361,9 @@ def parse_round(key: str) -> int | None:
 
 
 # -- segments of the log ----------------------------------------------------------------------------------------------
+
+
+_segment = Form("log/<round>-<round>.<kind>.jsonl")
 
 
 @dataclass(frozen=True)
@@ -366,23 +375,22 @@ class SegmentKey:
     kind: str  # "commits" or "manifests"
 
     def __str__(self) -> str:
-        return f"{LOG}{round_name(self.first)}-{round_name(self.last)}.{self.kind}.jsonl"
-
-
-_SEGMENT = re.compile(rf"log/({_ROUND})-({_ROUND})\.(commits|manifests)\.jsonl")
+        return _segment(self.first, self.last, self.kind)
 
 
 def parse_segment(key: str) -> SegmentKey | None:
     """The parts of the key of a segment, which joins the commits or manifests of ten or a hundred rounds; else None."""
-    found = _SEGMENT.fullmatch(key)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        return None
-    return SegmentKey(int(found[1]), int(found[2]), found[3])
+    found = _segment.parse(key)
+    return SegmentKey(*found) if found and 1 <= found[0] <= found[1] else None
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_RECORD = "snapshot.json"
+SNAPSHOT_RECORDS = (Form("snapshots/<round>/snapshot.json"), Form("snapshots/<round>.<take>/snapshot.json"))
+_file_of_snapshot = Form("snapshots/<round>/<path>")
+_file_of_version = Form("snapshots/<round>.<take>/<path>")
+_replay = Form("snapshots/<round>/replays/<name>.json")
 SHARED_TAKE = ""  # the version of a snapshot that every replica may write; only the first complete one counts
 
 
@@ -398,21 +406,12 @@ def unforeseen_take(hex_digits: str) -> str:
 
 def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
     """The key of one file of a snapshot. `take`: the version, by default the one that all writers share."""
-    return f"{SNAPSHOTS}{_snapshot_name(round_, take)}/{name}"
+    return _file_of_version(round_, take, name) if take else _file_of_snapshot(round_, name)
 
 
 def snapshot_url(store_url: str, round_: int, take: str = SHARED_TAKE) -> str:
     """The address of a snapshot's folder, for people and for `from_pretrained`."""
-    return f"{store_url}/{SNAPSHOTS}{_snapshot_name(round_, take)}"
-
-
-def _snapshot_name(round_: int, take: str) -> str:
-    return f"{round_name(round_)}.{take}" if take else round_name(round_)
-
-
-SNAPSHOT_RECORDS = (Form("snapshots/<round>/snapshot.json"), Form("snapshots/<round>.<take>/snapshot.json"))
-_SNAPSHOT_FILE = re.compile(rf"snapshots/({_ROUND})(?:\.({_TAKE}))?/(.*)", re.DOTALL)
-_REPLAY = re.compile(rf"snapshots/{_ROUND}/replays/[^/]+\.json")
+    return f"{store_url}/{snapshot(round_, '', take)}".removesuffix("/")
 
 
 def is_take(take: str) -> bool:
@@ -422,16 +421,17 @@ def is_take(take: str) -> bool:
 
 def parse_snapshot_file(key: str) -> tuple[int, str] | None:
     """(round, version) of the snapshot to which the file at `key` belongs, or None for any other key."""
-    found = _SNAPSHOT_FILE.fullmatch(key)
-    return (int(found[1]), found[2] or SHARED_TAKE) if found else None
+    if found := _file_of_snapshot.parse(key):
+        return found[0], SHARED_TAKE
+    found = _file_of_version.parse(key)
+    return (found[0], found[1]) if found else None
 
 
 def parse_snapshot_record(key: str) -> tuple[int, str] | None:
     """(round, version) of the key of a `snapshot.json`, else None. The shared version has the name ""."""
-    found = parse_snapshot_file(key)
-    return found if found and key == snapshot(found[0], SNAPSHOT_RECORD, found[1]) else None
+    return parse_snapshot_file(key) if any(form.parse(key) for form in SNAPSHOT_RECORDS) else None
 
 
 def is_replay(key: str) -> bool:
     """Whether this is the key of a record of rebuilt bases, which only earlier versions wrote and nothing reads."""
-    return _REPLAY.fullmatch(key) is not None
+    return _replay.parse(key) is not None

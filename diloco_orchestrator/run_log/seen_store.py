@@ -41,6 +41,11 @@ class SeenStore(Store):
         """`store` itself if it is a `SeenStore`, else a `SeenStore` over it."""
         return store if isinstance(store, cls) else cls(store, clock)
 
+    @property
+    def newest_at(self) -> float:
+        """When `follow` first saw the newest commit, in s on this object's clock; before any, when it was made."""
+        return self._newest[1]
+
     def follow(self, log: RunLog) -> None:
         """Set the pauses from the length of the newest round that has ended and from the run's settings."""
         self._log = log

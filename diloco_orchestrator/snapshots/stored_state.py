@@ -44,7 +44,10 @@ class StoredTensor:
         return torch.Size(self.spec.shape)
 
     def whole(self) -> torch.Tensor:
-        """In rank 0: the tensor, in new memory within the budget. Its bytes can be read no more."""
+        """The complete tensor, in the memory of rank 0, which calls this and collects the pieces of all ranks.
+
+        The pieces are given up: the bytes of this tensor cannot be read from the file again.
+        """
         data = self.file.taken(self.start, self.start + self.spec.nbytes)
         return data.view(self.dtype).view(self.shape)
 

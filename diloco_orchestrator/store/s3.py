@@ -148,9 +148,10 @@ def token_service(url: str, options: Mapping[str, Any]) -> Any:
 
 
 def keys_of_account(url: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """`key`, `secret` and `token` with which this process opens the store at `url`; no token: they do not end.
+    """The credentials with which this process opens the store at `url`: `key`, `secret` and `token`.
 
-    `options`: of the store. Raises `ConfigError` for requests without a signature, and as `open_s3` does.
+    The token is empty for credentials that never expire. `options`: of the store. Raises `ConfigError` where the store
+    is opened anonymously, and as `open_s3` does.
     """
     session, settings = _session_of(url, options)
     credentials = _credentials(session, settings, url)

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Background, Clock, NoBackground
@@ -36,6 +37,7 @@ from diloco_orchestrator.supervision.vendor import Vendor
 log = logging.getLogger(__name__)
 
 _LAUNCH_POLL_S = 0.02  # between two checks whether a launch call has returned; a check costs nothing
+_STALLED_S = 60.0  # without a commit after which the disk of the run's folder is checked
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Coordinator:
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
+        self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was checked
         self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
 
@@ -132,6 +135,7 @@ class Coordinator:
             self._perform(action)
         if self._stopped_at is None:
             self._keep_house()
+            self._warn_of_no_room()
         return self._finish()
 
     def _observe(self) -> None:
@@ -199,6 +203,18 @@ class Coordinator:
             self._sweeper.step()
         except DilocoError as error:  # a failed deletion must not end the run
             log.warning("retention deleted nothing this time: %s", error)
+
+    def _warn_of_no_room(self) -> None:
+        """Log why the disk of the run's folder takes no objects, once for each reason, if no round ends for a minute.
+
+        A program that waits for the run shows nothing else: replicas keep their own warnings in their output.
+        """
+        now = self._clock.now()
+        if now - max(self._disk_at, self._seen.newest_at) < _STALLED_S or not Path(self.reader.store.url).is_dir():
+            return
+        self._disk_at, before, self._no_room = now, self._no_room, self.reader.status().no_room
+        if self._no_room and self._no_room != before:
+            log.warning("nobody can write: %s. The run goes on by itself then.", self._no_room)
 
     def _finish(self) -> bool:
         if self._stopped_at is None or self.alive():

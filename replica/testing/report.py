@@ -65,6 +65,6 @@ class ConformanceReport:
         return {"entrypoint": self.entrypoint, "sound": self.sound, "rows": [asdict(each) for each in self.findings]}
 
     def raise_if_unsound(self) -> None:
-        """Raise `ReplicaUnsound` with the table, if a row failed."""
+        """Raise `ReplicaUnsound`, with the whole report as its message, if a check failed; else do nothing."""
         if not self.sound:
             raise ReplicaUnsound(f"\n{self}")

@@ -56,7 +56,7 @@ class Watch:
 
 @dataclass
 class Notes:
-    """Observations of one process about a training function."""
+    """Observations made in one process that ran a training function, of its model, optimizers and data."""
 
     scores: bool = False  # it has a held-out set
     compares: bool = False  # it has training items compared with the held-out set

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.config.run_config import NEED_WHOLE_MODEL
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
 from diloco_orchestrator.replica.training.exact_adapters import ExactAdapters, ExactView
 from diloco_orchestrator.replica.training.fp32_shadow import check_whole, views_of
-from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
+from diloco_orchestrator.replica.training.fragments import FragmentView, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import plain_name, unwrapped
@@ -53,9 +55,7 @@ class AttachedModel:
         `view`: makes the access to a fragment of named parameters, for a model in several ranks or sharded; None: all
         values are in this process. `frozen`: the parameters that are not trained and are sharded.
         """
-        schedule = SyncSchedule(
-            config.sync_every, config.fragments, config.fragment_sync_delay, config.fragment_update_alpha
-        )
+        schedule = config.schedule
         names, views = split_fragments(self.parameters, config.fragments), list[FragmentView]()
         if view is None:
             views += views_of(self.parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
@@ -70,10 +70,8 @@ class AttachedModel:
     @staticmethod
     def _check_ranks_support(config: RunConfig) -> None:
         """Raise `ConfigError` for settings that need all values of a model in one process."""
-        for name, value, usual in (
-            ("fragment_update_alpha", config.fragment_update_alpha, 0.0),
-            ("adapters", config.adapters, "mean"),
-        ):
+        for name in NEED_WHOLE_MODEL:
+            value, usual = getattr(config, name), RunConfig.model_fields[name].default
             if value != usual:
                 raise ConfigError(
                     f"{name}={value!r} needs the whole model in one process; this one is sharded, or in several ranks. "

@@ -13,11 +13,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.allreduce.vectors import Vector, has_nonzero
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ModelMismatch
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
-from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule
+from diloco_orchestrator.replica.training.fragments import FragmentView
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks

@@ -1,8 +1,7 @@
-"""Fragments: which parameters each has, when it is synchronised, and the interface to its values (`FragmentView`)."""
+"""Fragments: which parameters each has, and the interface to its values (`FragmentView`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,41 +11,6 @@ from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.snapshots.pieces_of_ranks import TensorInRanks
 from diloco_orchestrator.snapshots.stored_state import StoredTensor
-
-
-@dataclass(frozen=True)
-class SyncSchedule:
-    """The settings by which fragments are synchronised in turn. Raises `ConfigError` if they are inconsistent."""
-
-    sync_every: int  # inner steps between two synchronisations of the same fragment (H)
-    fragments: int
-    delay: int = 0  # inner steps between publishing a fragment and waiting for its average
-    alpha: float = 0.0  # share of the local values that is kept when a fragment is synchronised
-
-    def __post_init__(self) -> None:
-        if self.sync_every < 1 or self.sync_every % self.fragments:
-            raise ConfigError(
-                f"sync_every={self.sync_every} is not a multiple of the {self.fragments} fragments. Choose one."
-            )
-        if not 0 <= self.delay < self.round_steps:
-            raise ConfigError(f"fragment_sync_delay={self.delay} must be in 0..{self.round_steps - 1}.")
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"fragment_update_alpha={self.alpha} must be between 0 and 1.")
-
-    @property
-    def round_steps(self) -> int:
-        """Inner steps of a round, which synchronises one fragment."""
-        return self.sync_every // self.fragments
-
-    @property
-    def publish_at(self) -> int:
-        """The number of inner steps in a round after which its fragment is published."""
-        return self.round_steps - self.delay
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether local parameters differ from the base after synchronising: with a sync delay or update alpha."""
-        return self.delay > 0 or self.alpha > 0
 
 
 class FragmentView(Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from diloco_orchestrator.config import OuterConfig
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.replica.rounds.interface import ClosedRound, Rounds
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
@@ -20,7 +21,7 @@ from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainab
 from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.follower import served
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
-from diloco_orchestrator.replica.training.fragments import FragmentView, SyncSchedule, split_fragments
+from diloco_orchestrator.replica.training.fragments import FragmentView, split_fragments
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, IslandModel, IslandView
 from diloco_orchestrator.replica.training.ranks import END, GO, Ranks

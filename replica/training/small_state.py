@@ -58,7 +58,10 @@ class SmallState:
         return base64.b64encode(zlib.compress(pack(tree), 9)).decode()
 
     def check(self, large: bool) -> None:
-        """Raise `ConfigError` for the state of an object that cannot be saved. `large`: check large ones too."""
+        """Raise `ConfigError` if the state of one of the user's objects holds a value that cannot be saved.
+
+        `large`: whether to check states too large for a manifest too, which are saved beside payloads.
+        """
         for small in (True, False) if large else (True,):
             for name, state in self._states(small=small):
                 check_packable(state, f"the state of stateful[{name!r}]")

@@ -218,7 +218,7 @@ def test_the_bits_of_the_agreeing_mean_are_golden():
     [
         ({"replicas": 3}, 'aggregate="median" with replicas=3: .* Take 4 replicas or more, or "mean"'),
         ({"weights": "tokens"}, 'weights="tokens": each contribution counts once there'),
-        ({"adapters": "exact"}, 'adapters="exact", which is a mean of products'),
+        ({"adapters": "exact"}, 'aggregate="mean", or adapters="mean"'),
     ],
 )
 def test_a_run_that_cannot_have_it_is_refused_in_words(settings, words):

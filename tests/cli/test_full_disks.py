@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from cli_support import ROOT, diloco_here
 from in_one_process import SmallRun
+from scripted import STAMP, ScriptedExecutor
 
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, lasting, overview
 from diloco_orchestrator.store.local_files import why_no_room
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 
 
 def fill(disk: Path) -> None:
@@ -56,6 +59,22 @@ def test_screen_status_and_explain_name_a_disk_that_nobody_can_write_to(small_di
     explained = diloco_here("explain", url, cwd=folder).stdout
     assert f"Nobody can write: the disk of {url}" in explained and cause in explained and remedy in explained
     assert cause in json.loads(diloco_here("status", url, "--json", cwd=folder).stdout)["no_room"]
+
+
+def test_a_coordinator_says_once_that_the_disk_is_full(small_disk: Path, caplog):
+    """A program that waits for a run said nothing for hours: only a screen did."""
+    url, clock = str(small_disk / "run"), ManualClock()
+    SmallRun(replicas=2, store=open_store(url), timing={"startup_timeout_s": 900.0})
+    coordinator = Coordinator(RunReader(open_store(url)), Means(ScriptedExecutor(), clock, STAMP))
+    for _ in range(2):
+        clock.advance(100.0)
+        coordinator.step()
+    assert "nobody can write" not in caplog.text
+    fill(small_disk)
+    for _ in range(3):
+        clock.advance(100.0)
+        coordinator.step()
+    assert caplog.text.count("nobody can write: the disk of") == 1 and "free some space there" in caplog.text
 
 
 def unread() -> Console:

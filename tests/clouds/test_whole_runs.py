@@ -271,11 +271,12 @@ def reader_of(url: str, options: dict[str, Any]) -> RunReader:
 @pytest.mark.slow
 def test_the_doctor_looks_at_an_executor(cloud: clouds.Cloud, tmp_path: Path):
     """What a user with an account runs first."""
-    named = cloud.executor().name
+    executor = cloud.executor()
+    named = executor.name
     options = {
         "eks": ["--cluster", "night-shift", "--region", "eu-central-1", "--image", "any"],
         "slurm": ["--directory", str(tmp_path / "attempts")],
-        "ray": ["--address", str(getattr(cloud.executor(), "options", {}).get("address"))],
+        "ray": ["--address", str((executor.options or {}).get("address"))],
     }.get(named, [])
     done = diloco("doctor", "--executor", named, *options, "--json", cwd=tmp_path, environ=cloud.environ)
     assert done.returncode == 0, done.stdout + done.stderr

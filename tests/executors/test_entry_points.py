@@ -152,9 +152,9 @@ def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: I
     for name, words in (
         ("absent", "does not load: ModuleNotFoundError: No module named 'no_such_module'"),
         ("crash", "does not load: RuntimeError: no licence"),
-        ("number", "is no executor class"),
+        ("number", "is no class derived from `ServerlessExecutor`"),
         ("other", "calls itself 'another'"),
-        ("alike", "is no executor class"),
+        ("alike", "is no class derived from `ServerlessExecutor`"),
     ):
         done = diloco(*run, "--executor", name, "--queue", "night", cwd=project, environ=path_of(site))
         assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr

@@ -125,7 +125,7 @@ def test_a_misspelt_rule_is_refused_with_the_nearest_installed_one(example: None
         ("absent-v1 = no_such_module:X", "does not load: ModuleNotFoundError: No module named 'no_such_module'"),
         ("crash-v1 = crashing_rule:X", "does not load: RuntimeError: no licence"),
         ("number-v1 = odd_rules:X", "is no class derived from `GuardRule`"),
-        ("other-v1 = odd_rules:Other", "calls itself 'another-v1', and commits record that name"),
+        ("other-v1 = odd_rules:Other", "calls itself 'another-v1', and records hold that name"),
     ],
 )
 def test_a_rule_that_its_package_does_not_provide_is_refused_in_the_words_of_what_is_wrong(

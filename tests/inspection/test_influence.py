@@ -26,6 +26,7 @@ from tiny_workloads import heldout, mlp
 
 from diloco_orchestrator.inspection.report import Influence, InfluenceRow
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.loading import OwnCode
 from diloco_orchestrator.inspection.whatif.influence import influence_of
 from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def found_in(store: Store, scored: bool = False) -> Influence:
     log = RunLog(ReadOnly(store))
-    scorer = BaseScorer(log, ModelWriter(log), mlp, heldout, list(range(16))) if scored else None
+    scorer = BaseScorer(log, ModelWriter(log), OwnCode(mlp, heldout, list(range(16)))) if scored else None
     return influence_of(log, scorer)
 
 
@@ -78,7 +79,7 @@ def test_scores_are_compared_for_the_same_bases():
     scored, plain = by_key(found_in(run.store, scored=True)), by_key(found_in(run.store))
     for key, row in scored.items():
         assert (row.shift, row.cosine) == (pytest.approx(plain[key].shift, rel=1e-12), plain[key].cosine)
-    more = {"score": heldout, "build": mlp, "items": list(range(16))}
+    more = {"code": OwnCode(mlp, heldout, list(range(16)))}
     other = asked(run.store, 2, more, without=[1])
     assert other.heldout is not None and other.heldout_as_it_was is not None
     assert scored[2, 1].heldout_change == pytest.approx(other.heldout - other.heldout_as_it_was, abs=1e-9)
@@ -89,12 +90,12 @@ def test_without_a_contribution_that_is_alone_the_base_and_the_buffers_before_it
     run = SmallRun(1, rounds=2, sync_every=3, guard="off")
     run.train(lambda ctx: train_normalised(ctx, heldout=buffer_score, heldout_items=[1, 2, 3]))
     log, reader = RunLog(ReadOnly(run.store)), RunReader(run.store)
-    scorer = BaseScorer(log, ModelWriter(log), normalised, buffer_score, [1, 2, 3])
+    scorer = BaseScorer(log, ModelWriter(log), OwnCode(normalised, buffer_score, [1, 2, 3]))
     scores = [reader.heldout_of_base(round_) for round_ in (0, 1, 2)]
     assert None not in scores and len(set(scores)) == 3
     changes = [row.heldout_change for row in influence_of(log, scorer).rows]
     assert changes == pytest.approx([scores[0] - scores[1], scores[1] - scores[2]], abs=1e-6)
-    more = {"score": buffer_score, "build": normalised, "items": [1, 2, 3]}
+    more = {"code": OwnCode(normalised, buffer_score, [1, 2, 3])}
     assert asked(run.store, 2, more, without=[0]).heldout == pytest.approx(scores[1], abs=1e-6)
 
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.cli.main import diloco
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.inspection.verify.findings import Verification
-from diloco_orchestrator.inspection.verify.loading import check_loading
+from diloco_orchestrator.inspection.verify.loading import OwnCode, check_loading
 from diloco_orchestrator.store.open_store import open_store
 
 ITEMS = [[float(i), 1.0, -0.5 * i] for i in range(8)]
@@ -56,17 +56,17 @@ def trained(**settings: Any) -> Fleet:
 def test_every_snapshot_of_a_plain_module_is_built_loaded_and_scored():
     fleet = trained()
     done = verify_run(fleet.store)
-    check_loading(fleet.store, done, build=normalised, score=score, items=ITEMS)
+    check_loading(fleet.store, done, OwnCode(normalised, score, ITEMS))
     assert done.agrees and done.unchecked == []
     assert (done.checked["snapshots loaded"], done.checked["snapshots scored"]) == (3, 3)
 
 
 def test_another_score_than_the_logged_one_and_a_model_that_does_not_fit_are_disagreements():
     fleet, done = trained(), Verification("x")
-    check_loading(fleet.store, done, build=normalised, score=other_score, items=ITEMS)
+    check_loading(fleet.store, done, OwnCode(normalised, other_score, ITEMS))
     assert done.disagreement is not None and "the replicas logged" in done.disagreement.words
     tolerant = Verification("x")
-    check_loading(fleet.store, tolerant, build=normalised, score=other_score, items=ITEMS, tolerance=1e9)
+    check_loading(fleet.store, tolerant, OwnCode(normalised, other_score, ITEMS), tolerance=1e9)
     assert tolerant.disagreement is None and tolerant.checked["snapshots scored"] == 3
     builds: list[Callable[[], torch.nn.Module]] = [
         lambda: torch.nn.Linear(3, 3),
@@ -74,7 +74,7 @@ def test_another_score_than_the_logged_one_and_a_model_that_does_not_fit_are_dis
     ]
     for build, word in zip(builds, ("unexpected", "2.weight"), strict=True):
         done = Verification("x")
-        check_loading(fleet.store, done, build=build)
+        check_loading(fleet.store, done, OwnCode(build))
         assert done.disagreement is not None and "does not load: " in done.disagreement.words
         assert word in done.disagreement.words
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_loaded_here_is_said_and_other_items_are_refused():
     check_loading(fleet.store, done)
     assert done.agrees and "pass `build`" in done.unchecked[0]
     with pytest.raises(ConfigError, match="are not those that the replicas"):
-        check_loading(fleet.store, done, build=normalised, score=score, items=ITEMS[1:])
+        check_loading(fleet.store, done, OwnCode(normalised, score, ITEMS[1:]))
 
 
 def test_the_command_loads_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

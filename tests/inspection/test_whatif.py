@@ -35,6 +35,7 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.inspection.verify.loading import OwnCode
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Halt, Origin, Score
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -172,7 +173,7 @@ def test_in_later_rounds_with_carried_contributions_and_without_each_replica(set
 
 def test_real_training_with_other_weights_and_rates_and_the_scores_that_its_replicas_logged():
     usual, other = trained(), trained(weights="tokens", outer={"lr": 0.4})
-    scoring = {"score": heldout, "build": mlp, "items": list(range(16))}
+    scoring = {"code": OwnCode(mlp, heldout, list(range(16)))}
     found = asked(usual.store, 1, scoring, outer={"lr": 0.4}, weights="tokens")
     reader = RunReader(other.store)
     assert found.digest == reader.commits()[1].base_digest != asked(usual.store, 1, outer={"lr": 0.4}).digest
@@ -227,7 +228,7 @@ def test_the_saved_model_is_the_snapshot_of_a_run_that_decided_so_buffers_includ
 
 def test_each_base_is_scored_with_the_buffers_of_its_own_round():
     usual, other = (with_buffers(lost, heldout=buffer_score, heldout_items=[1, 2, 3]) for lost in (None, 0))
-    more = {"score": buffer_score, "build": normalised, "items": [1, 2, 3]}
+    more = {"code": OwnCode(normalised, buffer_score, [1, 2, 3])}
     found = asked(usual.store, 1, more, without=[0])
     assert found.heldout_as_it_was == pytest.approx(RunReader(usual.store).heldout_of_base(1))
     assert found.heldout == pytest.approx(RunReader(other.store).heldout_of_base(1))
@@ -261,7 +262,7 @@ def test_a_model_of_transformers_is_scored_without_build_and_saved_for_from_pret
 
     run = SmallRun(2, rounds=1, sync_every=3, guard="off")
     run.train(workload)
-    more = {"score": score, "items": [1, 2, 3, 4], "save": tmp_path / "model"}
+    more = {"code": OwnCode(score=score, items=[1, 2, 3, 4]), "save": tmp_path / "model"}
     found = asked(run.store, 1, more, without=[1])
     assert found.heldout_as_it_was == pytest.approx(found.logged, abs=1e-5)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -313,7 +314,7 @@ def test_nothing_is_written_to_the_bucket(usual):
         ),
         (3, {"until": 2}, {"without": [1]}, "round 2 comes before round 3"),
         (1, {"until": 9}, {"without": [1]}, "round 9 of .* was never committed"),
-        (1, {"score": heldout}, {"without": [1]}, "scored no held-out set: leave the scorer out"),
+        (1, {"code": OwnCode(score=heldout)}, {"without": [1]}, "scored no held-out set: leave the scorer out"),
     ],
 )
 def test_what_cannot_be_decided_is_refused_in_words(usual, round_, more, decided, words):

@@ -14,6 +14,7 @@ from protocol_fleet import Fleet, answer, close, report
 from diloco_orchestrator.allreduce.owners import ALONE
 from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.clock import NoBackground
+from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
@@ -23,7 +24,6 @@ from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.checkpoint import Checkpoint
 from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
-from diloco_orchestrator.replica.training.fragments import SyncSchedule
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.tensor_tree import pack, state_file, stored_tree, unpack, whole_tree
 from diloco_orchestrator.snapshots.model_tensors import trainable

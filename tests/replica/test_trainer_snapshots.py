@@ -32,7 +32,7 @@ from diloco_orchestrator.errors import ConfigError, ModelMismatch
 from diloco_orchestrator.inspection.pull import pull
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.inspection.verify.loading import check_loading
+from diloco_orchestrator.inspection.verify.loading import OwnCode, check_loading
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -97,7 +97,7 @@ def test_an_adapter_loads_with_peft_and_merged_it_scores_as_logged(tmp_path: Pat
         assert scored(model) == pytest.approx(logged(tmp_path), abs=1e-4)
     assert logged(tmp_path) < start - 0.02
     done = verify_run(fleet.store)
-    check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
+    check_loading(fleet.store, done, OwnCode(score=tiny.heldout, items=ITEMS))
     assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
 
 
@@ -140,7 +140,7 @@ def test_exact_adapters_are_pulled_as_an_adapter_that_scores_as_logged(shape: st
     moved = loaded.base_model.model.model.layers[0].self_attn.q_proj.get_delta_weight("default")
     assert torch.linalg.matrix_rank(moved.double(), rtol=1e-4) > 3  # more than the trained factors can move
     done = verify_run(fleet.store)
-    check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
+    check_loading(fleet.store, done, OwnCode(score=tiny.heldout, items=ITEMS))
     assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
     fleet.store.delete(keys.snapshot(3, keys.SNAPSHOT_RECORD))  # so that the model has to be rebuilt
     pull(str(tmp_path / "run"), tmp_path / "rebuilt")
@@ -156,7 +156,7 @@ def test_exact_adapters_of_a_bf16_model_are_pulled_as_an_adapter_too(tmp_path: P
     for each in (auto, auto.merge_and_unload()):
         assert scored(each) == pytest.approx(logged(tmp_path), abs=1e-4)
     done = verify_run(fleet.store)
-    check_loading(fleet.store, done, score=tiny.heldout, items=ITEMS)
+    check_loading(fleet.store, done, OwnCode(score=tiny.heldout, items=ITEMS))
     assert done.agrees and done.unchecked == [] and done.checked["snapshots scored"] == 2
 
 

@@ -303,6 +303,8 @@ class Rates:
         ({"steps": "equal_tme"}, "'steps' = 'equal_tme'"),
         ({"steps": "equal_time", "quorum": "all"}, 'steps="equal_time" with quorum="all": .* Set quorum=2'),
         ({"steps": "equal_time", "replicas": 4, "aggregate": "median"}, 'aggregate="median" with steps="equal_time"'),
+        ({"ranks_per_replica": 2, "fragment_update_alpha": 0.5}, "fragment_update_alpha=0.5: it needs the whole model"),
+        ({"ranks_per_replica": [1, 2], "adapters": "exact"}, 'adapters="exact": it needs the whole model'),
         ({"late": "carri"}, "'late' = 'carri'"),
         ({"outer": {"lr": float("nan")}}, "'outer.lr' = nan"),
         ({"codec": "int9"}, "unknown codec 'int9'"),

@@ -19,7 +19,7 @@ from stored_snapshots import OUTER
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify.chain import verify_run
-from diloco_orchestrator.inspection.verify.loading import SnapshotLoader
+from diloco_orchestrator.inspection.verify.loading import OwnCode, SnapshotLoader
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
@@ -395,5 +395,5 @@ def test_loading_of_verify_takes_the_model_of_the_checked_base(tmp_path):
     fleet, _ = finished()
     replaced(fleet.store, 4, "config.json", b'{"architectures": ["GPT2LMHeadModel"]}')
     done = verify_run(fleet.store)
-    SnapshotLoader(RunLog(fleet.store), fleet.start(), tiny_model, None, None).check_all(done)
+    SnapshotLoader(RunLog(fleet.store), fleet.start(), OwnCode(tiny_model)).check_all(done)
     assert done.checked["snapshots loaded"] == 3

@@ -211,17 +211,22 @@ def _slurm(
 
 @contextmanager
 def ray(folder: Path) -> Iterator[Cloud]:
-    """One replica per node; the node of the preempted one loses its power."""
+    """One replica per node; the node of the preempted one loses its power, and another one is started."""
     from genuine_ray import TOKEN, running_ray
 
     from executors.ray_jobs import RayExecutor
 
-    with running_ray(1, 1, 1, 1) as cluster, exported(cluster.environ):
+    with running_ray(1, 1, 1) as cluster, exported(cluster.environ):
         options = {"address": cluster.address, "cpu": 1, "python": sys.executable}
+
+        def preempt(handle: ReplicaHandle) -> None:
+            cluster.cut_power(cluster.node_of(handle.native_id))
+            cluster.start_node(cpus=1)
+
         yield Cloud(
             f"from executors import RayExecutor; executor = RayExecutor(**{options!r})",
             lambda: RayExecutor(**options),
-            lambda handle: cluster.cut_power(cluster.node_of(handle.native_id)),
+            preempt,
             cluster.environ,
             (TOKEN,),
         )

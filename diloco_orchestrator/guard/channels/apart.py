@@ -18,9 +18,9 @@ _ROUNDS = 8  # in a row
 
 @dataclass
 class Apart(Remembered):
-    """The replica whose training metric lies outside all others', and the number of rounds for which it has.
+    """The replica whose training metric lies far outside the range of all others', and for how many rounds in a row.
 
-    Stored state: 1 list.
+    Stored state: a list of three values, or None while no replica's does.
     """
 
     last: list[Any] | None = None  # replica, whether it is worse than all others, rounds in a row

@@ -259,7 +259,7 @@ def _check_states(run_log: RunLog) -> None:
         return
     words = "about twice the size of the model with AdamW"
     if start is not None:
-        overlaps = config.fragments > 1 or config.fragment_sync_delay > 0 or config.fragment_update_alpha > 0
+        overlaps = config.fragments > 1 or config.schedule.overlaps
         size = state_bytes(start.record.parameters, keeps_local=overlaps)
         whole = size * config.replicas * config.rounds
         words = (

@@ -37,9 +37,11 @@ def verify(
         storage_options: credentials and endpoint in s3fs spelling.
         on_round: called with every round's number.
         load: load every confirmed snapshot as its users do; what cannot be loaded here is among `unchecked`.
-        build: for `load`, makes the model as the training function does (under an adapter: its base).
+        build: for `load`, makes the model as the training function does (under an adapter: its base); None where
+            transformers or PEFT know how.
         score: `score(model, items)`, the training function's `heldout`: scores every loaded snapshot, and compares with
             what the replicas logged.
+        heldout_items: the held-out items that `score` is given; default: those given to `launch(heldout_items=...)`.
         tolerance: by which a mean score may differ from the logged one, relative where that is above 1.
         expect: a head noted before (`RunStatus.head`, `RunResult.head`): a log that was cut or replaced disagrees.
         signed_by: the public key of whoever launched the run, as `status` names it: a run that this key did not sign
@@ -47,13 +49,12 @@ def verify(
         witness: URL or folder with the statements of a witness (`diloco witness`): a log that was cut, forked or
             written anew since they were made disagrees, whoever did it.
         witnessed_by: the public key that this witness must have.
-        heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
 
     Raises `NoSuchRun`, `RecordTooNew`, `StoreError` if the bucket cannot be read, and `ConfigError` for a scorer where
     nothing was scored, or for other items.
     """
     if load or build or score:
-        from diloco_orchestrator.inspection.verify.loading import check_loading  # torch
+        from diloco_orchestrator.inspection.verify.loading import OwnCode, check_loading  # torch
     store = open_store(absolute_url(url), storage_options, retry=INTERACTIVE, must_exist=True)
     noted: Sequence[Noted] = ()
     if witness is not None:
@@ -61,5 +62,5 @@ def verify(
         noted = heads_seen(of_run(place), witnessed_by)
     done = verify_run(store, on_round, Head.parse(expect) if expect else None, signed_by, noted)
     if (load or build or score) and done.agrees:
-        check_loading(store, done, build, score, heldout_items, tolerance)
+        check_loading(store, done, OwnCode(build, score, heldout_items), tolerance)
     return done

@@ -9,6 +9,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,20 @@ _AUTO_CLASSES = {
 }
 
 
-def check_loading(
-    store: Store,
-    done: Verification,
-    build: Callable[[], torch.nn.Module] | None = None,
-    score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None = None,
-    items: Sequence[Any] | None = None,
-    tolerance: float = TOLERANCE,
-) -> None:
-    """Load all snapshots of a verified run, and with `score` score them; adds the results to `done`.
+@dataclass(frozen=True)
+class OwnCode:
+    """The caller's code that makes and scores the models of a run: arguments of `verify`, described there."""
+
+    build: Callable[[], torch.nn.Module] | None = None
+    score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None = None
+    items: Sequence[Any] | None = None  # `heldout_items`
+
+
+NO_CODE = OwnCode()
+
+
+def check_loading(store: Store, done: Verification, code: OwnCode = NO_CODE, tolerance: float = TOLERANCE) -> None:
+    """Load all snapshots of a verified run, and with a scorer score them; adds the results to `done`.
 
     The arguments are those of `SnapshotLoader`.
     """
@@ -60,7 +66,7 @@ def check_loading(
     if start is None:
         return
     try:
-        SnapshotLoader(run_log, start.record, build, score, items, tolerance).check_all(done)
+        SnapshotLoader(run_log, start.record, code, tolerance).check_all(done)
     except Differs as difference:
         done.disagreement = difference.found
 
@@ -72,24 +78,15 @@ class CannotLoad(Exception):
 class ModelScorer:
     """Scores models on the held-out set of one run, as its replicas do. Executes only the caller's code.
 
-    Args:
-        score: the training function's `heldout`.
-        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
-
-    Raises `ConfigError` if the run scored no base, or other items.
+    `code` has a scorer. Raises `ConfigError` if the run scored no base, or other items.
     """
 
-    def __init__(
-        self,
-        run_log: RunLog,
-        start: Start,
-        score: Callable[[torch.nn.Module, Sequence[Any]], Any],
-        items: Sequence[Any] | None,
-    ) -> None:
-        self._score = score
+    def __init__(self, run_log: RunLog, start: Start, code: OwnCode) -> None:
+        assert code.score is not None
+        self._score = code.score
         if start.heldout is None:
             raise ConfigError(f"the replicas of {run_log.store.url} scored no held-out set: leave the scorer out.")
-        items = run_log.run.config.heldout_items if items is None else items
+        items = run_log.run.config.heldout_items if code.items is None else code.items
         if set_digest(items) != start.heldout.digest:
             raise ConfigError(
                 f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
@@ -119,30 +116,16 @@ class SnapshotLoader:
     """Loads the confirmed snapshots of one run as its users do, and compares their held-out scores with the logged
     ones.
 
-    Args:
-        build: makes the model as the training function does (under an adapter: its base); None where transformers or
-            PEFT know how.
-        score: the training function's `heldout`; None: nothing is scored.
-        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
-        tolerance: by which a mean score may differ from the logged one, relative where that is above 1.
-
-    Raises `ConfigError` if the run scored nothing, or other items.
+    `tolerance`: by which a mean score may differ from the logged one, relative where that is above 1. Raises
+    `ConfigError` if the run scored nothing, or other items.
     """
 
-    def __init__(
-        self,
-        run_log: RunLog,
-        start: Start,
-        build: Callable[[], torch.nn.Module] | None,
-        score: Callable[[torch.nn.Module, Sequence[Any]], Any] | None,
-        items: Sequence[Any] | None,
-        tolerance: float = TOLERANCE,
-    ) -> None:
+    def __init__(self, run_log: RunLog, start: Start, code: OwnCode = NO_CODE, tolerance: float = TOLERANCE) -> None:
         self._log = run_log
         self._tolerance = tolerance
         self._start = start
-        self._build = build
-        self._scorer = None if score is None else ModelScorer(run_log, start, score, items)
+        self._build = code.build
+        self._scorer = None if code.score is None else ModelScorer(run_log, start, code)
 
     def check_all(self, done: Verification) -> None:
         """Load every confirmed snapshot, one at a time, and score it. Raises `Differs` at the first that disagrees."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco_orchestrator.config import OuterConfig, OuterSettings
 from diloco_orchestrator.inspection.pull import check_new, write_folder
+from diloco_orchestrator.inspection.verify.loading import NO_CODE, OwnCode
 from diloco_orchestrator.inspection.whatif.decision import other_decision
 from diloco_orchestrator.inspection.whatif.models import BaseScorer, ModelWriter, logged_mean
 from diloco_orchestrator.inspection.whatif.replay import check_contributed, distance, line_from, replay
@@ -102,9 +103,7 @@ def whatif(
         clip, clip_factor: how a contribution with a large norm is clipped; "off": not at all.
         onward: decide so in every round from `round` to `until`, not in `round` alone.
         until: the round after which bases are compared; default: `round`, with `onward` the newest base's.
-        score: `score(model, items)`, the training function's `heldout`: scores both bases on the held-out set.
-        build: makes the model for `score`; None where transformers or PEFT know how.
-        heldout_items: the held-out items; default: those given to `launch(heldout_items=...)`.
+        score, build, heldout_items: as in `verify`; with `score` both bases are scored on the held-out set.
         save: a new folder for the model under the other decision, in the layout of snapshots.
         storage_options: credentials and endpoint in s3fs spelling.
 
@@ -125,11 +124,9 @@ def whatif(
             "clip": clip,
             "clip_factor": clip_factor,
         },
+        OwnCode(build, score, heldout_items),
         onward=onward,
         until=until,
-        score=score,
-        build=build,
-        items=heldout_items,
         save=None if save is None else Path(save),
     )
 
@@ -138,12 +135,10 @@ def whatif_of(
     run_log: RunLog,
     round_: int,
     decided: Mapping[str, Any],
+    code: OwnCode = NO_CODE,
     *,
     onward: bool = False,
     until: int | None = None,
-    score: Callable[[Any, Sequence[Any]], Any] | None = None,
-    build: Callable[[], Any] | None = None,
-    items: Sequence[Any] | None = None,
     save: Path | None = None,
 ) -> WhatIf:
     """The result of `whatif` for an open run log. `decided`: arguments of `decision.other_decision`."""
@@ -153,8 +148,8 @@ def whatif_of(
     line = line_from(run_log, round_, round_ if until is None and not onward else until)
     changed = [commit.round for commit in line.commits] if onward else [round_]
     check_contributed(line, decision, changed, run_log.store.url)
-    writer = ModelWriter(run_log) if score is not None or save is not None else None
-    scorer = BaseScorer(run_log, writer, build, score, items) if writer is not None and score is not None else None
+    writer = ModelWriter(run_log) if code.score is not None or save is not None else None
+    scorer = BaseScorer(run_log, writer, code) if writer is not None and code.score is not None else None
     done = replay(run_log, line, decision, changed)
     digest_as_it_was = done.as_it_was.digest()
     usual = [answer for answer in line.last.answers if answer.averaged]

@@ -1,15 +1,12 @@
 """The model files of a hypothetical base, and its score on the run's held-out set."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import write_folder
-from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, load_model, logged_scores
+from diloco_orchestrator.inspection.verify.loading import CannotLoad, ModelScorer, OwnCode, load_model, logged_scores
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.records import Answer
 from diloco_orchestrator.protocol.round_metrics import sign_of
@@ -64,25 +61,13 @@ def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
 class BaseScorer:
     """Scores bases on the run's held-out set. The model is loaded from files as its users do.
 
-    Args:
-        build: makes the model; None if transformers or PEFT can.
-        score: the training function's `heldout`.
-        items: the run's held-out items; None: those of `launch(heldout_items=...)`.
-
-    Raises `ConfigError` if the run scored no base, or other items.
+    `code` has a scorer. Raises `ConfigError` if the run scored no base, or other items.
     """
 
-    def __init__(
-        self,
-        run_log: RunLog,
-        writer: ModelWriter,
-        build: Callable[[], torch.nn.Module] | None,
-        score: Callable[[torch.nn.Module, Sequence[Any]], Any],
-        items: Sequence[Any] | None,
-    ) -> None:
+    def __init__(self, run_log: RunLog, writer: ModelWriter, code: OwnCode) -> None:
         self._writer = writer
-        self._build = build
-        self._scorer = ModelScorer(run_log, writer.start, score, items)
+        self._build = code.build
+        self._scorer = ModelScorer(run_log, writer.start, code)
         self.items = self._scorer.items
 
     def mean(self, base: Base, round_: int, averaged: Sequence[Answer]) -> float:
