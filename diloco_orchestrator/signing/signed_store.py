@@ -101,7 +101,7 @@ class _Rules:
         """Whether a stored object's name carries a valid signature by the run's keys.
 
         A process that holds these accepts the one name that they give. Whoever holds the key of names can make other
-        valid signatures with it, which only such a process tells from that name.
+        valid signatures with it, which a process without keys accepts too.
         """
         key, take, name = found.key, found.take, str(found)
         if (ours := self.name_of(key, take)) is not None:
@@ -333,8 +333,8 @@ class SignedStore(Store):
     def _opened(self, rules: _Rules, key: str) -> bytes:
         """The content of the record at `key` under the first of its names whose object has a valid signature.
 
-        Raises `ObjectMissing` if there is none, and `StoreError` for two signed records of which a process without keys
-        cannot tell which one is the run's.
+        Raises `ObjectMissing` if there is none, and, in a process without keys, `StoreError` for two signed records
+        under different names of one key.
         """
         take, why = 0 if is_overwritten(key) else rules.taken.get(key, 0), ""
         while True:
