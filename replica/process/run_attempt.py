@@ -345,7 +345,7 @@ def _ending_forks() -> Iterator[None]:
     parent, code = os.getpid(), 0
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # whatever ends the forked process is its end
         if os.getpid() == parent:
             raise
         if isinstance(error, SystemExit) and not isinstance(error.code, str):
