@@ -93,8 +93,10 @@ def _printed(ending: Ending) -> int:
 
 def _end(ending: Ending) -> None:
     for child in psutil.Process().children(recursive=True):  # a data loader's worker that hangs would live on
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            # Python's own, which ends after this process, once it has deleted the shared memory that it left behind.
+            if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                child.kill()
     _leave(_printed(ending))
 
 

@@ -206,10 +206,11 @@ class JoinEnd(Record):
 _LONGEST = 400  # characters of a reason
 
 
-# Errors by which something outside the process fails: a hub, a bucket, a connection. The same call may work later.
+# Errors by which something outside the process fails: a hub, a bucket, a connection. The same call may work later. A
+# training thread that is stuck may wait for such a thing too, in a line that many waits have in common.
 _OUTSIDE = re.compile(
     r"OSError|EOFError|gaierror|Connect|Disconnect|Timeout|TimedOut|Unavailable|Network|Protocol|Http|HTTP|SSL|Pipe"
-    r"|IncompleteRead|TooManyRequests|Throttl|^(requests|urllib3|httpx|httpcore|aiohttp|botocore|google|azure|grpc)\."
+    r"|IncompleteRead|TooManyRequests|Throttl|^TrainingStuck$|^(requests|urllib3|httpx|httpcore|aiohttp|botocore|google|azure|grpc)\."
 )
 
 

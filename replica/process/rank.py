@@ -13,6 +13,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing import Any
 from diloco_orchestrator.clock import Background, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.launched import Launched
-from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, load_entrypoint
+from diloco_orchestrator.protocol.process import ENV_STORAGE_OPTIONS, EXIT_ERROR, load_entrypoint
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.attempt import Attempt, adopted_attempt
 from diloco_orchestrator.replica.process.run_attempt import (
@@ -34,6 +35,7 @@ from diloco_orchestrator.replica.process.run_attempt import (
     load_training_libraries,
     process_environment,
 )
+from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, STUCK, StuckWatch
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
@@ -161,7 +163,16 @@ def _train(
     background = ThreadBackground()
     attempt = adopt(environ, notice, background)
     load_training_libraries(environ)
-    stop_beating = background.every(ALIVE_S, lambda: events.alive(attempt.pulse))
+    thread = threading.get_ident()
+    watch = StuckWatch(attempt.pulse, attempt.config, SystemClock(), thread, phases=PHASES_OF_RANK_0)
+
+    def beat() -> None:
+        events.alive(attempt.pulse)
+        # Others wait for rank 0 without limit, or in a collective that ends them all if it does not come.
+        if place.rank == 0 and (stack := watch.stack()):
+            events.ended(Ending(EXIT_ERROR, STUCK, stack))  # the process above ends all ranks
+
+    stop_beating = background.every(ALIVE_S, beat)
     try:
         ranks = joined(place, store=attempt.store, background=background)
         return call_entrypoint(replace(attempt, owners=ranks.owners), load, notice, ranks)
