@@ -234,5 +234,7 @@ def reason_of(ended: Exit) -> str:
     cause = re.sub(r"^(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_]\w*(?::|$))", "", lines[-1]) if lines else ""  # without its module
     if not cause or cause == ended.reason:
         return ended.reason
-    words = cause if cause.startswith(f"{ended.reason}:") else f"{ended.reason}: {cause}"
+    kind = cause.partition(":")[0]  # which the reason has, too, also after the number of a rank
+    names = ended.reason.endswith(kind)
+    words = ended.reason.removesuffix(kind) + cause if names else f"{ended.reason}: {cause}"
     return words if len(words) <= _LONGEST else f"{words[: _LONGEST - 1]}…"

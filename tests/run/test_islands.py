@@ -328,6 +328,18 @@ def test_a_rank_that_never_comes_to_attach_is_waited_for_as_long_as_a_start_may_
     assert ended.error is not None and re.search(said, ended.error), ended
 
 
+def test_an_island_whose_ranks_all_wait_for_ever_is_replaced(start, tmp_path):
+    """All send signs of life, and none waits in a collective for another."""
+    fault = {"what": "sleep", "replica": 0, "rank": "every", "step": 6, "once": str(tmp_path / "once")}
+    settings = {"replicas": 1, "rounds": 2, "ranks_per_replica": 2, "retry": {"backoff_s": 0.0, "hung_after_s": 6.0}}
+    timing = {**FAST["timing"], "heartbeat_s": 1.0}
+    run, bucket = start(args={"model": "ddp", "hidden": 31, "fault": fault}, timing=timing, **settings)
+    run.wait()
+    ended = reader_of(bucket).attempts.exit(0, 1)
+    assert ended is not None and ended.code == 1 and ended.reason == "rank 0 of 2: TrainingStuck"
+    assert "time.sleep(3600)" in ended.error and "no step for 6" in ended.error and not _processes_of(bucket)
+
+
 def test_a_bit_that_is_wrong_in_the_shard_of_a_rank_is_corrected(start, tmp_path):
     once = tmp_path / "once"
     fault = {"what": "flip", "replica": 1, "rank": 1, "step": 5, "once": str(once)}

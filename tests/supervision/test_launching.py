@@ -314,6 +314,7 @@ def test_the_reason_of_an_end_closes_with_its_error():
 
     trace = 'Traceback (most recent call last):\n  File "x"\n    f()\n'
     assert reason("RuntimeError", f"{trace}RuntimeError: out of memory\n") == "RuntimeError: out of memory"
+    assert reason("rank 0 of 2: ValueError", f"{trace}ValueError: a\n") == "rank 0 of 2: ValueError: a"
     assert reason("permanent", f"{trace}diloco_orchestrator.errors.ModelMismatch: names differ") == (
         "permanent: ModelMismatch: names differ"
     )

@@ -199,12 +199,14 @@ def shard(model: Any, bf16: bool = False, offload: bool = False, mesh: Any = Non
 
 
 def _fault(ctx: Any, step: int) -> None:
-    """Do what `args["fault"]` says, once: {"what", "replica", "rank", "step", "once": a path}."""
+    """Do what `args["fault"]` says, once: {"what", "replica", "rank": or "every", "step", "once": a path}."""
     fault = ctx.args.get("fault")
-    if not fault or (fault["replica"], fault["rank"], fault["step"]) != (ctx.replica_id, ctx.rank, step):
+    every = bool(fault) and fault["rank"] == "every"
+    rank = ctx.rank if every else fault and fault["rank"]
+    if not fault or (fault["replica"], rank, fault["step"]) != (ctx.replica_id, ctx.rank, step):
         return
     try:
-        os.close(os.open(fault["once"], os.O_CREAT | os.O_EXCL))
+        os.close(os.open(f"{fault['once']}-{rank}" if every else fault["once"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
     match fault["what"]:
