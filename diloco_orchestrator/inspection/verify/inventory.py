@@ -210,8 +210,9 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
 
 
 def _unpinned_record(key: str) -> type[Record] | None:
-    """The record class at a key of an attempt, a joined machine or a request to halt; None for other keys."""
-    if keys.parse_attempt(key) is None and keys.parse_join_record(key) is None and keys.halt.parse(key) is None:
+    """The record class at a key of an attempt, joined machine, request to halt, start record or vote; else None."""
+    kinds = (keys.parse_attempt, keys.parse_join_record, keys.halt.parse, keys.began.parse, keys.follows.parse)
+    if not keys.is_start(key) and all(parse(key) is None for parse in kinds):
         return None
     kind = kind_at(key)
     return None if kind is None else kind.record
