@@ -4,6 +4,9 @@ import argparse
 import faulthandler
 import os
 import sys
+from contextlib import suppress
+
+import psutil
 
 from diloco_orchestrator.clock import SystemClock, ThreadBackground
 from diloco_orchestrator.errors import Preempted
@@ -20,6 +23,7 @@ from diloco_orchestrator.replica.process.machines import Link, MachinePlace, oth
 from diloco_orchestrator.replica.process.rank_children import RankProgram
 from diloco_orchestrator.replica.process.rank_processes import RankProcesses
 from diloco_orchestrator.replica.process.run_attempt import (
+    Ending,
     LeavingNotice,
     configure_logging,
     load_training_libraries,
@@ -72,16 +76,35 @@ def main() -> int:
         train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, notice, others).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
+        end_process=_end,
     )
-    # Read by providers that report no exit code, and for local processes whose parent has died; by the coordinator for
-    # the error of an attempt that wrote no record.
+    return _printed(ending)
+
+
+def _printed(ending: Ending) -> int:
+    """The exit code of `ending`, after its exit line was printed.
+
+    It is read by providers that report no exit code, and for local processes whose parent has died; by the coordinator
+    for the error of an attempt that wrote no record.
+    """
     print_exit_line(ending.code, **({"error": ending.unrecorded} if ending.unrecorded else {}))
     return ending.code
 
 
-if __name__ == "__main__":
-    # Non-daemon threads of a workload must not keep a finished replica alive.
-    with unpacked_code():
-        code = main()
+def _end(ending: Ending) -> None:
+    for child in psutil.Process().children(recursive=True):  # a data loader's worker that hangs would live on
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    _leave(_printed(ending))
+
+
+def _leave(code: int) -> None:
+    """End the process without its other threads: those of a workload must not keep a finished replica alive."""
     sys.stdout.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    with unpacked_code():
+        code = main()
+    _leave(code)

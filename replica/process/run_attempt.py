@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
+from diloco_orchestrator.replica.process.stuck import STUCK, StuckWatch
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
@@ -145,6 +147,7 @@ def run_attempt(
     ranks: int | None = None,
     train_in_ranks: Callable[[Attempt, int], Ending] = _refuse_ranks,
     dump_stacks_after: Callable[[float], None] = lambda _: None,
+    end_process: Callable[[Ending], None] = lambda _: None,
 ) -> Ending:
     """Claim attempt `number` of a replica, train, and write its exit record. Returns how the attempt ended.
 
@@ -159,6 +162,8 @@ def run_attempt(
         train_in_ranks: trains in so many other processes, for a replica of several ranks.
         dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
             that heartbeats have ceased, it has to print the stacks of all threads.
+        end_process: ends this process at once, from the heartbeat's thread, after the exit record of an attempt whose
+            training thread is stuck.
 
     Raises nothing: errors of imports and training are recorded. If the attempt cannot be claimed, because the store
     cannot be opened or refuses, no record can be written: its error is printed.
@@ -170,21 +175,31 @@ def run_attempt(
     except Exception as error:  # without a store no record can hold it, of whatever kind it is
         return _unclaimed(error, environ)
     stamp = Stamp(random_token(), clock.wall_time)
+    training_thread = threading.get_ident()
+    output = OutputTail()
+
+    def record(attempt: Attempt, ending: Ending) -> Ending:
+        if ending.error:
+            print(redact(ending.error, environ), file=sys.stderr)
+        return replace(ending, unrecorded=write_exit_record(attempt, ending, output.text(), environ))
 
     def join() -> _Joined:
         attempt = claim_attempt(store, replica_id, number, clock, stamp, notice, background, launched)
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
         silent_s = attempt.config.retry.hung_after_s / 2  # before a coordinator counts it as hung and reads the output
+        watch = StuckWatch(attempt.pulse, attempt.config, clock, training_thread)
 
         def beat() -> None:
             dump_stacks_after(silent_s)
             writer.beat()
+            if stack := watch.stack():
+                end_process(record(attempt, Ending(EXIT_ERROR, STUCK, stack)))
 
         stop_beating = background.every(attempt.config.timing.heartbeat_s, beat)
         return _Joined(attempt, stop_beating, caught(lambda: _ended_before(attempt)))
 
-    with OutputTail() as output:
+    with output:
         configure_logging(replica_id, number)
         joining = background.start(join)
         not_loaded = caught(load_libraries)
@@ -205,10 +220,7 @@ def run_attempt(
         if ending.code == EXIT_PREEMPTED and joined.attempt.pulse.vacated:
             ending = replace(ending, reason="vacated: the run was scaled down")
         joined.stop_beating()
-        if ending.error:
-            print(redact(ending.error, environ), file=sys.stderr)
-        unrecorded = write_exit_record(joined.attempt, ending, output.text(), environ)
-    return replace(ending, unrecorded=unrecorded)
+        return record(joined.attempt, ending)
 
 
 def _unclaimed(error: Exception, environ: Mapping[str, str]) -> Ending:
@@ -300,7 +312,10 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, notice: L
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt, ranks)
     try:
-        with notice.interrupting(lambda: context.session is not None and context.session.is_unheard):
+        with (
+            notice.interrupting(lambda: context.session is not None and context.session.is_unheard),
+            _ending_forks(),
+        ):
             function(context)
     except ValueError as error:
         if "another FSDP group" not in str(error):
@@ -319,6 +334,28 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, notice: L
             "or until replica.step(...) returns False."
         )
     return Ending(EXIT_DONE, "the run ended")
+
+
+@contextmanager
+def _ending_forks() -> Iterator[None]:
+    """Context that ends a process which was forked within it and comes to its end, as a program's end would.
+
+    It would go on as the attempt, and record the end of one that its parent still trains.
+    """
+    parent, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:  # whatever ends the forked process is its end
+        if os.getpid() == parent:
+            raise
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            code = error.code or 0
+        else:
+            traceback.print_exc()
+            code = 1
+    if os.getpid() != parent:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> str:

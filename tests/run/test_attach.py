@@ -14,6 +14,7 @@ from diloco_orchestrator.errors import ConfigError, NoSuchRun
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import fault_in
 from diloco_orchestrator.protocol.legs import bases
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.default_base import default_base
@@ -87,7 +88,7 @@ def test_attaching_to_nothing_is_told(tmp_path):
 
 @pytest.mark.slow
 def test_a_hung_replica_is_replaced(start, tmp_path):
-    """SIGSTOP: the process lives, its heart stands still."""
+    """SIGSTOP: the process lives, and sends no heartbeat."""
     run = start(
         "train_holding", args={"folder": str(tmp_path), "hold": [1]}, retry={"hung_after_s": 10.0, "backoff_s": 0}
     )
@@ -110,6 +111,23 @@ def test_the_stacks_of_a_hung_replica_are_in_its_log(start, tmp_path):
     log = records.log_text(1, 1)
     assert "Timeout (0:00:03)!" in log and "in never_returns" in log and "heartbeat.py" not in log.split("Timeout")[0]
     assert "replica 1.1" in log  # what it printed before
+    assert verify(run.url).agrees
+
+
+@pytest.mark.slow
+def test_a_replica_whose_data_loader_never_answers_is_replaced(start, tmp_path):
+    """Its heartbeats go on, from a thread of their own; with `quorum="all"` everybody would wait for it."""
+    retry = {"hung_after_s": 4.0, "backoff_s": 0}
+    timing = {**FAST["timing"], "heartbeat_s": 1.0}
+    args = {"marker": str(tmp_path / "dead")}
+    run = start("train_behind_a_dead_loader", args=args, retry=retry, timing=timing, quorum="all")
+    assert run.wait().status == "completed"
+    records = reader_of(tmp_path / "bucket").attempts
+    ended = records.exit(1, 1)
+    assert records.numbers(0) == [1] and records.numbers(1) == [1, 2] and records.cancel(1, 1) is None
+    assert ended.code == 1 and ended.reason == "TrainingStuck" and fault_in(ended).startswith("TrainingStuck at ")
+    assert "for batch in replica.batches(data)" in ended.error and "torch/utils/data/dataloader.py" in ended.error
+    assert "for 40 s, took no step" in ended.error and "TrainingStuck" in records.log_text(1, 1)
     assert verify(run.url).agrees
 
 

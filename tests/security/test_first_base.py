@@ -283,6 +283,26 @@ def test_no_run_begins_while_nobody_has_the_first_base_that_was_named():
     assert RunLog(fleet.store).start() is None
 
 
+def test_strangers_who_are_more_than_the_launched_replicas_choose_no_start():
+    """Three of five that followed a start which nobody had ended the launched ones with `FirstBaseOutvoted`, and left
+    readers without a start.
+    """
+    settings = {"invited": [2, 3, 4], "aggregate": "mean", "quorum": 2, "timing": {**BY_HAND, "poll_s": 0.01}}
+    fleet = Fleet(replicas=5, **settings)
+    for who in (2, 3, 4):
+        said = {"replica_id": who, "attempt": 1, "start_sha256": "a" * 64, "key": keys.START}
+        fleet.store.create(keys.began(who, 1), Began(**STAMP(), **said).to_bytes())
+        fleet.store.create(keys.follows(who), Follows(**STAMP(), **said, take=keys.SHARED_TAKE).to_bytes())
+    launched = together([partial(fleet.join, 0), partial(fleet.join, 1)])
+    assert [each._attempt.log.starts.outvoted_by() for each in launched] == [None, None]
+    strangers = together([partial(fleet.join, who, attempt=2) for who in (2, 3, 4)])
+    assert {each.digest for each in (*launched, *strangers)} == {OWN}
+    found = RunLog(fleet.store).start()
+    assert found is not None and found.record.base_digest == OWN and RunLog(fleet.store).starts.outvoted_by() is None
+    play([*launched, *strangers], [1.0] * 5)
+    assert verify_run(fleet.store).disagreement is None
+
+
 @pytest.mark.parametrize(
     ("follows", "replicas", "chosen", "final"),
     [

@@ -5,10 +5,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, Dataset
 
 from diloco_orchestrator import (
     ObjectStoreManager,
@@ -96,6 +98,33 @@ def train_holding(ctx: ReplicaContext) -> None:
             time.sleep(pause_s)
             if replica.round == 2 and step % 3 == 1 and ctx.replica_id in ctx.args["hold"]:  # type: ignore[operator]
                 hold_once(folder / f"held-{ctx.replica_id}", folder / "release")
+
+
+class DeadOnce(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Batches, of which number 7 waits for ever in the process that makes the file `marker`."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = Path(marker)
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 7 and not self.marker.exists():
+            self.marker.touch()
+            Event().wait()
+        return batch_of(index)
+
+
+def train_behind_a_dead_loader(ctx: ReplicaContext) -> None:
+    """The worker of replica 1's data loader never answers in round 3 of the first attempt."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    dead = DataLoader(DeadOnce(str(ctx.args["marker"])), batch_size=None, num_workers=1)
+    data = dead if ctx.replica_id == 1 else data_of(ctx)
+    with attach(ctx, model, optimizer) as replica:
+        for batch in replica.batches(data):
+            replica.observe(loss=inner_step(model, optimizer, batch))
 
 
 def train_holding_the_interpreter(ctx: ReplicaContext) -> None:

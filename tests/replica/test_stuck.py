@@ -1,0 +1,138 @@
+"""A training thread that is stuck is told from one that computes, downloads, takes steps, or waits for this package."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from diloco_orchestrator.clock import ManualClock, ThreadBackground
+from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol.attempt_records import Exit, fault_in
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.replica.attempt.heartbeat import Pulse
+from diloco_orchestrator.replica.process.stuck import StuckWatch, Work
+
+STAMP = Stamp("replica", lambda: 0.0)
+HALF_AN_HOUR = 60  # samples, thirty seconds apart
+
+
+def waits_for_ever(opened: threading.Event) -> None:
+    opened.wait()
+
+
+class Replica:
+    """A real thread that waits in `function`, seen by a watch on a clock that is moved by hand."""
+
+    def __init__(self, function: Callable[[threading.Event], None]) -> None:
+        self.opened, begun = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=lambda: (begun.set(), function(self.opened)))
+        self.thread.start()
+        begun.wait()
+        self.clock, self.pulse, self.work = ManualClock(), Pulse(phase="training", round=3, inner_step=7), Work()
+        config = make_config({"entrypoint": "m:f"})
+        self.watch = StuckWatch(self.pulse, config, self.clock, self.thread.ident or 0, lambda: self.work)
+        self.watch.stack()
+
+    def after(self, samples: int, between: Callable[[int], None] = lambda _: None) -> str | None:
+        for number in range(samples):
+            between(number)
+            self.clock.sleep(30.0)
+            if stack := self.watch.stack():
+                return stack
+        return None
+
+
+@pytest.fixture
+def waiting() -> Iterator[Callable[..., Replica]]:
+    made: list[Replica] = []
+
+    def make(function: Callable[[threading.Event], None] = waits_for_ever) -> Replica:
+        made.append(Replica(function))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.opened.set()
+        each.thread.join()
+
+
+def test_half_an_hour_without_a_step_cpu_time_or_a_byte_ends_in_a_traceback_of_the_thread(waiting):
+    replica = waiting()
+    assert replica.after(HALF_AN_HOUR - 1) is None
+    error = replica.after(1)
+    assert "in waits_for_ever" in error and "opened.wait()" in error and "for 1800 s, took no step" in error
+    ended = Exit(**STAMP(), replica_id=0, attempt=1, code=1, reason="TrainingStuck", round=2, error=error)
+    assert fault_in(ended).startswith("TrainingStuck at threading.py:")
+
+
+def step(replica: Replica, number: int) -> None:
+    replica.pulse.inner_step += number % 50 == 0
+
+
+def compute(replica: Replica, _: int) -> None:
+    replica.work = Work(replica.work.cpu_s + 0.9, 0)
+
+
+def lose_a_child(replica: Replica, number: int) -> None:
+    replica.work = Work(100.0 - number // 50, 0)
+
+
+def download(replica: Replica, _: int) -> None:
+    replica.work = Work(0.0, replica.work.written + 600_000)
+
+
+def publish(replica: Replica, _: int) -> None:
+    replica.pulse.phase = "publishing"
+
+
+@pytest.mark.parametrize("happens", [step, compute, lose_a_child, download, publish])
+def test_who_steps_computes_writes_or_publishes_is_not_stuck(waiting, happens):
+    replica = waiting()
+    assert replica.after(3 * HALF_AN_HOUR, lambda number: happens(replica, number)) is None
+
+
+def test_heartbeats_and_polling_are_no_work(waiting):
+    replica = waiting()
+
+    def beat(_: int) -> None:
+        replica.work = Work(replica.work.cpu_s + 0.3, replica.work.written + 60_000)
+
+    assert replica.after(HALF_AN_HOUR + 1, beat)
+
+
+def test_a_wait_of_this_package_has_limits_of_its_own(waiting):
+    def call_us(opened: threading.Event) -> None:
+        ThreadBackground().every(0.0, opened.wait)()
+
+    assert waiting(call_us).after(2 * HALF_AN_HOUR) is None
+
+
+def test_an_hour_in_which_the_machine_slept_counts_as_a_minute_and_a_half(waiting):
+    replica = waiting()
+    replica.clock.sleep(3600.0)
+    assert replica.watch.stack() is None and replica.after(HALF_AN_HOUR - 4) is None and replica.after(1)
+
+
+def test_work_that_cannot_be_read_is_no_proof(waiting):
+    def refused() -> Work:
+        raise psutil.AccessDenied
+
+    replica = waiting()
+    replica.watch._work = refused
+    assert replica.after(2 * HALF_AN_HOUR) is None
+
+
+def test_the_work_of_a_descendant_counts():
+    code = "import sys; sum(range(5 * 10**6)); open('/dev/null', 'w').write('x' * 10**6); print(flush=True); input()"
+    child = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
+    before = Work.of_this_process()
+    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        after = Work.of_this_process()
+        process.communicate(b"\n")
+    assert after.cpu_s > before.cpu_s + 0.02
+    if sys.platform == "linux":
+        assert after.written - before.written > 10**6
