@@ -99,7 +99,9 @@ class Network(Store):
         return self._call("get", key, read)
 
     def _reads_stale(self, key: str) -> bool:
-        is_new = key in self._bucket.before and self._clock.now() < self._bucket.written_at[key] + self._plan.stale_s
+        if not self._plan.stale_s or key not in self._bucket.before:
+            return False
+        is_new = self._clock.now() < self._bucket.written_at[key] + self._plan.stale_s
         return is_new and self._chance.random() < 0.5
 
     def put(self, key: str, data: bytes) -> None:
