@@ -37,7 +37,7 @@ SLOWEST = 1.75  # times the latency: the slowest request of those for which a ro
 
 
 class Link(NamedTuple):
-    """The way of a rank to the store while all ranks use it. `path="auto"` predicts times from it."""
+    """Latency and bandwidth of a rank's requests while all ranks use the store; `path="auto"` predicts times by it."""
 
     latency_s: float  # seconds of a small request, in the median
     up: float  # bytes a second
@@ -81,14 +81,15 @@ def dealers(
 def draw_chance(shards: int, world_size: int) -> float:
     """Chance that a rank averages one shard more than it is assigned.
 
-    It is 1 for up to two ranks a shard. Where there are more, two of them for each shard on average find false averages
-    as often; each reads the shard of every payload.
+    The additional average finds false ones that owner and checker of the shard both published. The chance is 1 for up
+    to two ranks a shard, and else such that two ranks for each shard do so in the mean, because each has to read that
+    shard of every payload.
     """
     return min(1.0, _DRAWN * shards / world_size)
 
 
 def dealers_of(shards: int, world_size: int) -> int:
-    """Number of ranks that publish what they found about so many shards: the others read what these publish."""
+    """Number of ranks that read and average `shards` shards, and publish what they found; all ranks read that."""
     return min(world_size, shards + 2)
 
 

@@ -102,7 +102,10 @@ def pinned(
 
 
 def check_pinned(archive: Archive, images: Sequence[str]) -> None:
-    """Raise `ConfigError` if a package that replicas need has no hash, or `images`, named by tag, is not empty."""
+    """Raise `ConfigError` if a package that replicas need has no hash, or an image no digest.
+
+    `images`: the container images that the launch names by tag alone.
+    """
     lacking = [f"packages without hashes: {', '.join(archive.unhashed)}"] if archive.unhashed else []
     if lacking and archive.note and not archive.hashed:
         lacking[0] += f" ({archive.note})"

@@ -26,7 +26,7 @@ class SteadyNoise(Noise):
 
 @dataclass
 class AnyFalls(Falls):
-    """`Falls` however small they are."""
+    """`Falls` that counts a fall of any size, also one of the score's smallest changes."""
 
     CUSUMS: ClassVar = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
     STEPS: ClassVar = 0.0

@@ -146,11 +146,11 @@ class Lent(ABC):
 
     @abstractmethod
     def look(self, store: Store) -> None:
-        """Use newer access if it was granted and it is time to look. Raises as `find`."""
+        """Call `find` if newer access may have been granted by now. May be called often. Raises as `find`."""
 
     @abstractmethod
     def find(self, store: Store) -> None:
-        """Use the newest access that was granted to the link. What cannot be opened is passed over.
+        """Use the newest access that was granted to the link. Records that cannot be decrypted are skipped.
 
         Raises the store's errors.
         """
@@ -171,9 +171,10 @@ class LentCredentials(Lent):
     those that create objects: stores that are opened before `find` has found them create nothing.
 
     Args:
-        link: with the first ones.
+        link: where the run's folder is, and the key to decrypt newer credentials.
+        credentials: the first ones.
         folder: exists, on a disk of this machine.
-        clock: when newer ones are looked for, and how much of their life is left.
+        clock: time, by which newer ones are looked for before those in use end.
     """
 
     def __init__(self, link: Link, credentials: Credentials, folder: Path, clock: Clock) -> None:

@@ -62,7 +62,7 @@ class RememberedTogether:
 
 
 def copied(state: Any) -> Any:
-    """A copy of a stored state: JSON, of which `copy.deepcopy` takes a quarter of the time of a fold."""
+    """A deep copy of a stored state (JSON). `copy.deepcopy` would take a quarter of the time of the guard's update."""
     if isinstance(state, Mapping):
         return {name: copied(value) for name, value in state.items()}
     return [copied(value) for value in state] if isinstance(state, list) else state

@@ -72,7 +72,7 @@ class Found:
     evidence: float  # log-likelihood ratio to no step, in nats
 
     def share(self, threshold: float) -> float:
-        """The evidence over that which halts. `threshold`: the setting."""
+        """The evidence divided by that at which the run halts: from 1 on it halts. `threshold`: the guard's setting."""
         return self.evidence / (threshold / _DEFAULT * LIMITS[self.since])
 
 
