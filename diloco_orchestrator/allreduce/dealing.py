@@ -237,7 +237,8 @@ def chooses_scatter(
     """Whether a vector of `numel` elements is averaged by scatter-reduce. `path`: the setting; "auto" predicts times
     over `link()`, which is called for "auto" only.
 
-    Both predicted times are logged. False for two ranks: owner and checker of every shard would read all payloads.
+    `most`: the largest number of elements in a shard. Both predicted times are logged. False for two ranks: owner and
+    checker of every shard would read all payloads.
     """
     if world_size < _FEWEST_DEALERS or path == "gather":
         return False

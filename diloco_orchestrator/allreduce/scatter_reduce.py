@@ -177,7 +177,10 @@ class ScatterReduce:
 
 
 def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
-    """Averages that a rank has published in a round, by shard; none, with a warning, if its record is of another."""
+    """Averages that a rank has published in a round, by shard; none, with a warning, if its record names another round.
+
+    `round_id`: the round.
+    """
     key = keys.reduced(round_id, rank)
     try:
         record = Reduced.from_bytes(store.get(key, 0, most_bytes(key) + 1), key)

@@ -261,8 +261,9 @@ def compiled(
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
     """The finished process of `uv pip compile`, and its list of `wanted` and all dependencies, within `limits`.
 
-    `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
-    `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a `timeout` in `process`.
+    `wanted`, `limits`: lines of a requirements file and of a constraints file. `options`: more options of the command.
+    `process`: further arguments of `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a
+    `timeout` in `process`.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

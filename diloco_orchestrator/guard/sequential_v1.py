@@ -199,7 +199,7 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """Sums, for two statistics, of how much more each share of the held-out set (one replica's items) fell than the mean.
+    """Sums, for two statistics, of how much more each share of the held-out set (one replica's) fell than the mean.
 
     Stored state: 1 number per share, and 1 per share and statistic.
     """
@@ -263,7 +263,10 @@ class Breadth(Remembered):
 
 @dataclass
 class Drawdown(Remembered):
-    """Two statistics that add up, round by round, the sigmas by which the held-out score is below its best level."""
+    """Two statistics that add up, round by round, the sigmas by which the held-out score is below its best level.
+
+    A sigma is the long-run standard deviation of the score. Stored state: 4 numbers.
+    """
 
     falls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
@@ -279,7 +282,8 @@ class Drawdown(Remembered):
         """Add the score of the base of round `model` to both statistics; returns alarms for those above their limit.
 
         `below`: how far the score is below its best level, in the metric's unit; `sigma`: its noise. `weight`: fraction
-        of the held-out items scored. A fall that only few shares show (`breadth`) gives no alarm but a warning.
+        of the held-out items scored. `threshold`: the setting, of which each limit is a fixed share. A fall that only
+        few shares show (`breadth`) gives no alarm but a warning.
         """
         below, alarms, self.narrow = in_sigmas(below, sigma), [], ""
         for index, (slack, share) in enumerate(CUSUMS):
@@ -314,7 +318,10 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """The limited number of sigmas that one round adds to a statistic, before its slack is subtracted."""
+    """The number of standard deviations that one round adds to a statistic, before its slack is subtracted.
+
+    `sigmas`: standard deviations of the noise by which the score is off, limited to ±`CLIP`.
+    """
     return min(max(sigmas, -CLIP), CLIP)
 
 
@@ -325,7 +332,10 @@ OF_THE_HELD_GAIN = 0.25  # of what held-out has gained: a gap this size is no re
 
 @dataclass
 class HackingGap(Remembered):
-    """A statistic of the sigmas by which training has outrun the held-out score since that last improved."""
+    """A CUSUM of the gain of the training metric over that of the held-out score since this last improved.
+
+    Each round adds, in standard deviations of the noise, by how much that gain is above the allowed gap.
+    """
 
     statistic: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -343,8 +353,9 @@ class HackingGap(Remembered):
         """Add the gap of the base of round `model` to the statistic; returns a list of one alarm if it is above
         `threshold`.
 
-        `held`, `trained`: held-out score and training metric, less their first values. `allowed`: gap, in the metric's
-        unit, that does not count. `weight`: fraction of the held-out items scored. Empty before the first reference.
+        `held`, `trained`: held-out score and training metric, less their first values. `sigma`: noise of the score.
+        `allowed`: gap, in the metric's unit, that does not count. `weight`: fraction of the held-out items scored.
+        Empty before the first reference.
         """
         if self.reference is None:
             return []
@@ -365,7 +376,7 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
 
     def learn(self, trained: float) -> None:
-        """Add the training metric of the next round to the current block."""
+        """Add `trained`, the training metric of the next round, to the mean of the current block of rounds."""
         self.training = [self.training[0] + trained, self.training[1] + 1]
 
     def end_block(self, model: int, held: float, least: float) -> None:

@@ -131,12 +131,15 @@ class Lent(ABC):
         self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
 
     def environ(self, others: Mapping[str, str]) -> dict[str, str]:
-        """The variables `others` without those of accounts, and those by which a process finds this access."""
+        """The variables for a process that has this access and no other.
+
+        They are `others`, an environment, without its cloud credentials, and those that name the files of the access.
+        """
         return {**{name: value for name, value in others.items() if name not in OF_ACCOUNTS}, **self._variables}
 
     @contextmanager
     def in_this_process(self) -> Iterator[None]:
-        """Context in which this process, too, has this access and no account."""
+        """Context in which this process has this access and no cloud credentials of its own; restores them after it."""
         before = dict(os.environ)
         try:
             _replace_environ(self.environ(before))

@@ -410,7 +410,7 @@ def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
 
 
 def snapshot_url(store_url: str, round_: int, take: str = SHARED_TAKE) -> str:
-    """The address of a snapshot's folder, for people and for `from_pretrained`."""
+    """The URL of the folder of a snapshot's version `take`, for people and for `from_pretrained`."""
     return f"{store_url}/{snapshot(round_, '', take)}".removesuffix("/")
 
 

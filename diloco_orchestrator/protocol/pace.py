@@ -58,7 +58,7 @@ def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
 
 
 def waits_long_s(round_s: float) -> float:
-    """Seconds between a waiting replica's polls for rare events, such as a replica given up: a 20th round, 10 to 60."""
+    """Seconds between a waiting replica's polls for rare events, such as a replica given up: 10, in long rounds 60."""
     return max(10.0, min(round_s / 20, 60.0))
 
 
@@ -87,7 +87,7 @@ def seldom_read_s(round_s: float) -> float:
 
 
 def records_read_s(round_s: float) -> float:
-    """Seconds between two polls for records of an attempt whose provider reports no status: a tenth round, 1 to 15."""
+    """Seconds between polls for records of an attempt whose provider reports no status: a tenth of a round, 1 to 15."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

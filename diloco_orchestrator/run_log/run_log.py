@@ -398,7 +398,10 @@ class RunLog(LegRecords):
         return takes
 
     def snapshot(self, round_: int, take: str = keys.SHARED_TAKE) -> Snapshot:
-        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
+        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it.
+
+        `take`: name of the version.
+        """
         found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
         if found is None:
             raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")

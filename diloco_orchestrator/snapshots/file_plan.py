@@ -77,7 +77,10 @@ class PlannedFile:
 
 
 def plan_files(group: str, specs: Mapping[str, TensorSpec], limit: int) -> list[PlannedFile]:
-    """The safetensors files, in the order of their names, that hold these tensors of a group ("model", "outer")."""
+    """The safetensors files, in the order of their names, that hold these tensors of a group ("model", "outer").
+
+    `specs`: by name. `limit`: bytes of the largest file.
+    """
     whole = PlannedFile(f"{group}.safetensors", dict(specs))
     if whole.size <= limit:
         return [whole]

@@ -47,7 +47,7 @@ class VaultScorer:
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether no alarm awaits confirmation, or the open round's base was scored on the set for it already."""
+        """Whether no alarm of the guard awaits scores, or the open round's base was scored on the set already."""
         return vault_base(opened.guard) is None or self._scored == _of(opened)
 
     def score(self, shown: ShownBase) -> None:

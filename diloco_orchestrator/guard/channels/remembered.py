@@ -42,7 +42,10 @@ class RememberedTogether:
         return value - first
 
     def gained_apart(self, heldout: float, in_loop: float) -> float:
-        """Gain of the training metric minus gain of the held-out score since the first round; 0.0 before it."""
+        """Gain of the training metric minus gain of the held-out score since the first round; 0.0 before it.
+
+        `heldout`, `in_loop`: present held-out score and training metric.
+        """
         held, trained = self.origin
         return 0.0 if held is None or trained is None else (in_loop - trained) - (heldout - held)
 
