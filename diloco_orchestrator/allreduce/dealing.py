@@ -122,9 +122,10 @@ def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing 
 
 
 def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int, int]:
-    """Payload and reduced bytes that all ranks together read: (by gather, by scatter-reduce), headers included.
+    """Bytes of payloads and averages that all ranks together read: (by gather, by scatter-reduce), with headers.
 
-    `lengths`: elements of each shard. For scatter-reduce while nobody fails, if all shards have the first one's length.
+    `lengths`: elements of each shard. The number for scatter-reduce assumes that nobody fails, and that all shards are
+    as long as the first one.
     """
     sizes = [get_codec(codec).encoded_size(length) for length in lengths]
     reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]

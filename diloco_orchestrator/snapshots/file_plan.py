@@ -105,7 +105,7 @@ def index_name(group: str) -> str:
 
 
 def index_bytes(files: Iterable[PlannedFile]) -> bytes:
-    """The index file of a group with more than one file, in transformers' format."""
+    """The index file of a group of tensors ("model", "outer") in more than one file, in transformers' format."""
     files = list(files)
     index = {
         "metadata": {"total_size": sum(spec.nbytes for each in files for spec in each.specs.values())},

@@ -59,8 +59,8 @@ class Tensors:
     def base(self, round_: int, take: str, record: Snapshot, start: Start) -> Base:
         """The base in a version of a snapshot with this record, after checking every file.
 
-        `take`: name of the version. Raises `Differs` or `RecordInvalid` for a file with another digest or other tensors,
-        and what safetensors does.
+        `take`: the version. Raises `Differs` or `RecordInvalid` for a file with another digest or other tensors, and
+        what safetensors does.
         """
         snapshot = StoredSnapshot(self._log.store, round_, record, take)
         base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
