@@ -10,10 +10,10 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, sa
 @click.command()
 @url_argument
 @click.option("--to", "place", required=True, metavar="PLACE", help="A folder or bucket of yours, for this run alone.")
-@click.option("--every", type=click.FloatRange(min=0.1), default=20.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=click.FloatRange(min=0.1), help="Seconds between looks.  [default: 20.0]")
 @click.option("--once", is_flag=True, help="State the head of now, and end.")
 @json_option
-def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> int:
+def witness(url: str, place: str, every: float | None, once: bool, as_json: bool) -> int:
     """Sign which commit is the last one of the run in URL, each time that there is a new one, until the run ends.
 
     The statements are in PLACE, a folder or bucket of yours; `diloco verify URL --witness PLACE` compares the run with
@@ -24,6 +24,8 @@ def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> in
     from diloco_orchestrator.run_log.run_store import identity_of_user
     from diloco_orchestrator.store.open_store import INTERACTIVE, WATCHING, absolute_url, open_store
 
+    if once and every is not None:
+        raise click.UsageError("--every goes without --once.")
     clock, identity = SystemClock(), identity_of_user()
     stated = open_store(absolute_url(place), retry=INTERACTIVE if once else WATCHING)
     watched = Witness(store_of(url, watches=not once), stated, identity, stamp())
@@ -39,4 +41,4 @@ def witness(url: str, place: str, every: float, once: bool, as_json: bool) -> in
         if once or found.is_over:
             return 0
         sys.stdout.flush()
-        clock.sleep(every)
+        clock.sleep(20.0 if every is None else every)

@@ -346,6 +346,11 @@ class RunConfig(Tree):
         )
 
     @property
+    def launched(self) -> set[int]:
+        """The ids of the replicas that the run begins with and that are no strangers' (`invited`)."""
+        return set(range(self.replicas)).difference(self.invited)
+
+    @property
     def contributions_needed(self) -> int:
         """The quorum as a number of contributions."""
         if self.quorum == "all":
@@ -400,11 +405,10 @@ def _why_not_so_many(config: RunConfig) -> Iterator[str]:
             f"invited={config.invited}: the run has replicas 0 to {config.most_replicas - 1}. Name some of these, or "
             "launch it with more."
         )
-    others = set(range(config.replicas)).difference(config.invited)
-    if config.invited and len(others) < 2:
+    if config.invited and len(config.launched) < 2:
         yield (
-            f"invited={config.invited} leaves {len(others)} of {config.replicas} replicas that are not: the others "
-            "commit the rounds and confirm each other's bases. Two or more must not be invited."
+            f"invited={config.invited} leaves {len(config.launched)} of {config.replicas} replicas that are not: the "
+            "others commit the rounds and confirm each other's bases. Two or more must not be invited."
         )
     if config.aggregate not in ("mean", "contributors_mean") and config.replicas < _FEWEST_TRIMMED:
         yield (

@@ -30,7 +30,7 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.remote_base import RemoteExecutor, attempt_name, run_label
 from diloco_orchestrator.join.grants import renew_grants
-from diloco_orchestrator.join.invitations import ANEW, end_offers, invitations_to
+from diloco_orchestrator.join.invitations import ANEW, end_offers, end_revoked, invitations_to
 from diloco_orchestrator.join.link import Credentials
 from diloco_orchestrator.join.offers import by_attempt, name_of, offers_in, records_about
 from diloco_orchestrator.join.output import lines_of
@@ -214,10 +214,11 @@ class JoinExecutor(RemoteExecutor):
                 )
             data = offer.to_bytes() if created is not None else read_record(store, key)
             sha256 = sha256_hex(data)
-            # Who invites withdraws an offer that is there. This one may have come after, with keys from before.
+            # Who invites or revokes ends an offer that is there. This one may have come after, with keys from before.
+            end_revoked(store, request.replica_id, self._stamp)
             invited = {each.digest for each in self._invited(store, request)}
             if invited and invited.difference(Offer.from_bytes(data, key).sealed or {}):
-                end_offers(store, request.replica_id, ANEW, self._stamp, taken=False)
+                end_offers(store, request.replica_id, ANEW, self._stamp)
             return self._handle(store, offer, sha256)
 
     def _handle(self, store: Store, offer: Offer, offer_sha256: str) -> ReplicaHandle:

@@ -5,6 +5,8 @@ replica seals the attempt's keys to it. `protocol.attempt_records` has the recor
 """
 
 import os
+from collections.abc import Collection
+from contextlib import suppress
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.executors.contract import ReplicaState
@@ -21,6 +23,7 @@ from diloco_orchestrator.store.base import Store
 
 _SEED_BYTES = 32
 ANEW = "it is offered anew, for an invitation"
+REVOKED = "its invitation was revoked"
 
 
 def invitations_to(store: Store, replica_id: int) -> list[Invitation]:
@@ -28,22 +31,32 @@ def invitations_to(store: Store, replica_id: int) -> list[Invitation]:
     keys.
 
     In key order, also those whose time is over. Records that cannot be read are passed over. Two LIST requests and a
-    GET for each.
+    GET for each invitation and revocation.
     """
-    epoch = len(rotations_of(store)) + 1
-    listed = [info.key for prefix in (keys.INVITATIONS, keys.REVOCATIONS) for info in store.list(prefix)]
-    revoked = {parts for key in listed if (parts := keys.revocation.parse(key)) is not None}
+    epoch, revoked = len(rotations_of(store)) + 1, revoked_of(store, replica_id)
+    return [
+        each
+        for each in _records(store, keys.INVITATIONS, keys.invitation, replica_id)
+        if each.epoch == epoch and each.identity not in revoked
+    ]
+
+
+def revoked_of(store: Store, replica_id: int) -> set[str]:
+    """The identities (digests) whose invitation to run a replica was revoked. A LIST request and a GET for each."""
+    return {each.identity for each in _records(store, keys.REVOCATIONS, keys.revocation, replica_id)}
+
+
+def _records(store: Store, prefix: str, form: keys.Form, replica_id: int) -> list[Invitation]:
+    """The invitations or revocations about a replica that can be read, in key order."""
     found = []
-    for key in listed:
-        parts = keys.invitation.parse(key)
-        if parts is None or parts[:2] != (epoch, replica_id) or parts in revoked:
+    for key in [info.key for info in store.list(prefix)]:
+        parts = form.parse(key)
+        if parts is None or parts[1] != replica_id:
             continue
-        try:
+        with suppress(RecordInvalid, ConfigError):
             entry = read(store, Invitation, key)
             if entry is not None and PublicIdentity.parse(entry.record.public).digest == parts[2]:
                 found.append(entry.record)
-        except (RecordInvalid, ConfigError):
-            continue
     return found
 
 
@@ -81,27 +94,36 @@ def create_invitation(run_log: RunLog, replica_id: int, lasts_s: float, stamp: S
         not_after=fields["at"] + lasts_s,
     )
     Writer(run_log.store, Role.LAUNCHER).create(record, keys.invitation(record.epoch, replica_id, record.identity))
-    end_offers(run_log.store, replica_id, ANEW, stamp, taken=False)
+    end_offers(run_log.store, replica_id, ANEW, stamp)
     return user, record
 
 
 def revoke(run_log: RunLog, replica_id: int, stamp: Stamp) -> int:
     """Revoke every invitation to run a replica, and end the attempt that runs; returns the number of invitations.
 
-    Once the replica's next attempt is announced, signatures by the ended one's keys are not valid any more. Raises
-    `ConfigError` without keys of an operator (launcher or coordinator).
+    Once the replica's next attempt is announced, signatures by the ended one's keys are not valid any more. A call that
+    was interrupted is completed by the next one. Raises `ConfigError` without keys of an operator (launcher or
+    coordinator).
     """
     operator_of_run(run_log.run, run_log.store, "a revocation")
     found = invitations_to(run_log.store, replica_id)
     for each in found:
         Writer(run_log.store, Role.LAUNCHER).create(each, keys.revocation(each.epoch, replica_id, each.identity))
-    if found:
-        end_offers(run_log.store, replica_id, "its invitation was revoked", stamp, taken=True)
+    end_revoked(run_log.store, replica_id, stamp)
     return len(found)
 
 
-def end_offers(store: Store, replica_id: int, why: str, stamp: Stamp, *, taken: bool) -> None:
-    """Record the end of a replica's attempts that wait for a machine, with `taken` also of those that have one.
+def end_revoked(store: Store, replica_id: int, stamp: Stamp) -> None:
+    """Record the end of a replica's attempts whose keys were sealed to somebody whose invitation was revoked."""
+    if revoked := revoked_of(store, replica_id):
+        end_offers(store, replica_id, REVOKED, stamp, sealed_to=revoked)
+
+
+def end_offers(
+    store: Store, replica_id: int, why: str, stamp: Stamp, *, sealed_to: Collection[str] | None = None
+) -> None:
+    """Record the end of a replica's attempts that wait for a machine; or of those, also with a machine, whose keys are
+    sealed to one of the identities `sealed_to`.
 
     Whoever supervises the run launches the next attempt then.
     """
@@ -110,14 +132,16 @@ def end_offers(store: Store, replica_id: int, why: str, stamp: Stamp, *, taken: 
         entry = read(store, Offer, keys.join_offer(name))
         if entry is None or entry.record.replica_id != replica_id or name_of(entry.record) != name:
             continue
+        if sealed_to is not None and not set(sealed_to).intersection(entry.record.sealed or {}):
+            continue
         records = records_about(listed, name, entry.sha256)
         if keys.JOIN_END in records:
             continue
         if keys.JOIN_TAKEN not in records:
             withdrawn = writer.create(Taken(**stamp(), by=""), keys.join_record(name, entry.sha256, keys.JOIN_TAKEN))
-            if withdrawn is None and not taken:
+            if withdrawn is None and sealed_to is None:
                 continue  # a machine has just taken it
-        elif not taken:
+        elif sealed_to is None:
             continue
         end = JoinEnd(**stamp(), state=ReplicaState.PREEMPTED, reason="lost", message=why)
         writer.create(end, keys.join_record(name, entry.sha256, keys.JOIN_END))

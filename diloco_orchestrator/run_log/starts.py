@@ -5,7 +5,7 @@ have put them there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from diloco_orchestrator.errors import RecordInvalid
@@ -22,14 +22,18 @@ R = TypeVar("R", bound=Record)
 
 
 class Starts:
-    """The start records of the run whose run.json has the sha256 `run_sha256`, and the replicas' votes on them.
+    """The start records of the run whose run.json has the sha256 `run_sha256`, and the votes of `voters` on them.
 
-    If the run has a `first_base`, only start records with that base digest, and votes for those, count.
+    Votes of other replicas do not count: of those that came later, which adopt what the first ones chose, and of
+    strangers, who may be more than the launched replicas and one person's. If the run has a `first_base`, only start
+    records with that base digest, and votes for those, count.
     """
 
-    def __init__(self, store: Store, replicas: int, run_sha256: Sha256, first_base: BulkDigest | None = None) -> None:
+    def __init__(
+        self, store: Store, voters: Collection[int], run_sha256: Sha256, first_base: BulkDigest | None = None
+    ) -> None:
         self._store = store
-        self._replicas = replicas
+        self._voters = voters
         self._run_sha256 = run_sha256
         self._first_base = first_base
         self._seen: set[str] = set()  # keys that were read, of whatever was there
@@ -50,7 +54,7 @@ class Starts:
         """
         if self._chosen is None:
             self.refresh()
-            found = chosen_start(self.follows, self._replicas)
+            found = chosen_start(self.follows, len(self._voters))
             if found is None:
                 return None if self._began else self._starts.get(keys.START)
             entry = self.entry(found.sha256)
@@ -93,7 +97,7 @@ class Starts:
             return None
         self.refresh()
         for sha256, count in Counter(self.follows.values()).items():
-            if 2 * count > self._replicas:
+            if 2 * count > len(self._voters):
                 self._is_settled = sha256 == self._chosen.sha256
                 return None if self._is_settled else sha256
         return None
@@ -141,10 +145,10 @@ class Starts:
         there = {info.key for info in self._store.list(keys.STARTS)}
         newest: dict[int, tuple[int, str]] = {}
         for key in sorted(there):
-            if (attempt := keys.began.parse(key)) is not None and attempt[0] < self._replicas:
+            if (attempt := keys.began.parse(key)) is not None and attempt[0] in self._voters:
                 newest[attempt[0]] = max(newest.get(attempt[0], (0, "")), (attempt[1], key))
             follower = keys.follows.parse(key)
-            if follower and follower[0] < self._replicas and (follows := self._read(Follows, key)):
+            if follower and follower[0] in self._voters and (follows := self._read(Follows, key)):
                 self._follows[follower[0]] = follows.record
         for replica_id, (_, key) in newest.items():
             if began := self._read(Began, key):

@@ -5,7 +5,7 @@ only holders of the run's keys can foretell, and a record ends with its author's
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
@@ -46,6 +46,7 @@ from diloco_orchestrator.store.base import ObjectInfo, Store
 _MOST_NAMES = 65_536  # names kept in memory, some 20 MB
 _TRIALS = (keys.PROBE, keys.DOCTOR)  # prefixes of objects that come before any run
 _FOREIGN = "its name is not by the run's keys"
+_SEVERAL = "several objects have names of this key, and who holds no key of the run cannot tell which is the run's"
 _MOST_DEBRIS = 1_000  # objects that `debris` names one by one
 
 
@@ -59,6 +60,7 @@ class _Rules:
     invited: frozenset[int] = frozenset()  # ids of replicas that strangers run
     rotations: tuple[Rotation, ...] = ()  # of the run's keys, as known when the process began
     names: dict[tuple[str, int], str] = field(default_factory=dict)  # of stored objects, by key and take
+    several: set[str] = field(default_factory=set)  # keys of which a process without keys has found several right names
     taken: dict[str, int] = field(default_factory=dict)  # takes of a key below this one hold what nobody signed
     certified: dict[object, bool] = field(default_factory=dict)  # whether the run's key signed a certificate
     fresh: dict[str, bytes] = field(default_factory=dict)  # content of an object that a lost create has just read
@@ -96,15 +98,22 @@ class _Rules:
         return name
 
     def is_name(self, found: StoredName) -> bool:
-        """Whether a stored object's name carries a valid signature by the run's keys."""
+        """Whether a stored object's name carries a valid signature by the run's keys.
+
+        A process that holds these accepts the one name that they give. Whoever holds the key of names can make other
+        valid signatures with it, which a process without keys accepts too.
+        """
         key, take, name = found.key, found.take, str(found)
         if (ours := self.name_of(key, take)) is not None:
             return ours == name
-        if self.names.get((key, take)) == name:
+        known = self.names.get((key, take))
+        if known == name:
             return True
         said = named_bytes(self.run_sha256, key, take)
         is_right = is_by(self._public_name_key(key), found.signature, said)
-        if is_right:
+        if is_right and known is not None:
+            self.several.add(key)
+        elif is_right:
             self._remember(key, take, name)
         return is_right
 
@@ -114,11 +123,8 @@ class _Rules:
             self.names.clear()
         self.names[key, take] = name
 
-    def pass_over(self, key: str, take: int, name: str, why: str) -> int:
-        """Note that the object with the name `name` is unsigned, for the reason `why`; returns the next take, to read
-        instead.
-        """
-        self.note(name, why)
+    def pass_over(self, key: str, take: int) -> int:
+        """Remember that no object under this take's name is signed; returns the next take, to read instead."""
         if len(self.taken) >= _MOST_NAMES:
             self.taken.clear()
         self.taken[key] = take + 1
@@ -327,46 +333,77 @@ class SignedStore(Store):
     def _opened(self, rules: _Rules, key: str) -> bytes:
         """The content of the record at `key` under the first of its names whose object has a valid signature.
 
-        Raises `ObjectMissing` if there is none.
+        Raises `ObjectMissing` if there is none, and, in a process without keys, `StoreError` for two signed records
+        under different names of one key.
         """
         take, why = 0 if is_overwritten(key) else rules.taken.get(key, 0), ""
         while True:
             try:
-                name = self._name(rules, key, take)
-                data = self._read(name, key)
+                names = self._right_names(rules, key, take)
+                if len(names) > 1:  # the first one with a signature may be under a name that others do not see
+                    names = self._right_names(rules, key, None)
+                found = {name: rules.opened(key, self._read(name, key)) for name in names}
             except ObjectMissing:
                 if not why:
                     raise
                 raise ObjectMissing(f"{key} does not exist in {self.url}: {why}") from None
-            found = rules.opened(key, data)
-            if isinstance(found, bytes):
-                return found
-            why = f"what is there, {name}, was not signed: {found}"
+            bodies = {each for each in found.values() if isinstance(each, bytes)}
+            if len(bodies) > 1:
+                kind = ObjectMissing if is_overwritten(key) else StoreError
+                raise kind(self._several(rules, key, found))
+            for name, each in found.items():
+                if isinstance(each, str):
+                    rules.note(name, each)
+                    why = f"what is there, {name}, was not signed: {each}"
+            if bodies:
+                return bodies.pop()
             if is_overwritten(key):
-                rules.note(name, found)
                 raise ObjectMissing(f"{key} does not exist in {self.url}: {why}")
-            take = rules.pass_over(key, take, name, found)
+            take = rules.pass_over(key, take)
 
     def _read(self, name: str, key: str) -> bytes:
         return self.beneath.get(name, 0, most_bytes(key) + 1 + LONGEST_LINE)
 
     def _name(self, rules: _Rules, key: str, take: int = 0) -> str:
-        """The name under which the object at `key` is stored. A process without a key lists the names below its key.
+        """The name under which the object at `key` is stored.
 
-        Raises `ObjectMissing` if it then finds none.
+        Raises `ObjectMissing` if a process without a key finds none, or several.
         """
-        if (ours := rules.name_of(key, take)) is not None:
-            return ours
-        known = rules.names.get((key, take))
-        for info in self.beneath.list(f"{key}/") if known is None else ():
+        names = self._right_names(rules, key, take)
+        if len(names) > 1:
+            raise ObjectMissing(self._several(rules, key, names))
+        return names[0]
+
+    def _right_names(self, rules: _Rules, key: str, take: int | None) -> list[str]:
+        """The name of the object at `key`; for a process without a key, which lists the names below it, all valid ones.
+
+        `take`: None for those of every take, which only such a process asks for. Raises `ObjectMissing` if there is
+        none.
+        """
+        if take is not None and (ours := rules.name_of(key, take)) is not None:
+            return [ours]
+        known = None if take is None else rules.names.get((key, take))
+        if known is not None and key not in rules.several:
+            return [known]
+        right = []
+        for info in self.beneath.list(f"{key}/"):
             found = parse_stored(info.key)
             if found is None or found.key != key or not rules.is_name(found):
                 rules.note(info.key, _FOREIGN)
-            elif found.take == take:
-                known = info.key
-        if known is None:
+            elif take in (None, found.take):
+                right.append(info.key)
+        if not right:
             raise ObjectMissing(f"{key} does not exist in {self.url}.")
-        return known
+        return right
+
+    def _several(self, rules: _Rules, key: str, names: Collection[str]) -> str:
+        """A sentence about several objects of one key, which whoever holds the key of names has made. Notes them."""
+        for name in names:
+            rules.note(name, _SEVERAL)
+        return (
+            f"{key} cannot be read in {self.url}: {_SEVERAL}: {', '.join(names)}. One who holds the keys of an attempt "
+            "has made the others: read the run with its keys, and replace these (`diloco key --rotate`)."
+        )
 
     def stored_names(self, key: str) -> list[str]:
         """The names in the bucket under which the object at `key` is sought here, the first one first.
@@ -392,7 +429,8 @@ class SignedStore(Store):
             if isinstance(found, bytes):
                 rules.fresh = {key: found}
                 return False
-            take = rules.pass_over(key, take, name, found)
+            rules.note(name, found)
+            take = rules.pass_over(key, take)
         return True
 
     def put(self, key: str, data: bytes) -> None:

@@ -312,7 +312,10 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, notice: L
     rng.seed_all(attempt.config.seed)  # the same on all replicas, so that they build the same model
     context = ReplicaContext(attempt, ranks)
     try:
-        with notice.interrupting(lambda: context.session is not None and context.session.is_unheard):
+        with (
+            notice.interrupting(lambda: context.session is not None and context.session.is_unheard),
+            _ending_forks(),
+        ):
             function(context)
     except ValueError as error:
         if "another FSDP group" not in str(error):
@@ -331,6 +334,28 @@ def _train_or_raise(attempt: Attempt, load_entrypoint: LoadEntrypoint, notice: L
             "or until replica.step(...) returns False."
         )
     return Ending(EXIT_DONE, "the run ended")
+
+
+@contextmanager
+def _ending_forks() -> Iterator[None]:
+    """Context that ends a process which was forked within it and comes to its end, as a program's end would.
+
+    It would go on as the attempt, and record the end of one that its parent still trains.
+    """
+    parent, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:  # whatever ends the forked process is its end
+        if os.getpid() == parent:
+            raise
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            code = error.code or 0
+        else:
+            traceback.print_exc()
+            code = 1
+    if os.getpid() != parent:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def write_exit_record(attempt: Attempt, ending: Ending, output: str, environ: Mapping[str, str]) -> str:

@@ -132,14 +132,14 @@ class _Agreement:
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
         mine = starts.follows.get(self._attempt.replica_id)
         is_alone = self._own in offered or not offered  # then no vote is waited for
-        voters = self._attempt.log.run.config.replicas  # whoever the run began with; others adopt what these chose
-        launched = () if is_alone else {i for i in AttemptRecords(self._attempt.store).all_numbers() if i < voters}
+        voters = self._attempt.log.run.config.launched  # others adopt what these chose
+        launched = () if is_alone else {i for i in AttemptRecords(self._attempt.store).all_numbers() if i in voters}
         return decide_start(
             None if is_wrong else self._own,
             said,
             starts.follows,
             offered,
-            voters,
+            len(voters),
             launched,
             mine,
             waited,

@@ -100,7 +100,7 @@ class DealtBatches:
             f'deal="open": replica {own} was given {self._size} batches, replica {other} {str(size)[:20]}. Every '
             "replica has to pass the same whole data set, not a part of its own."
         )
-        launched = set(range(config.replicas)) - set(config.invited)
+        launched = config.launched
         if 2 * len(differ) >= len(launched | {own} | self._others.keys()):
             raise ConfigError(words)
         if not differ.keys() <= told:

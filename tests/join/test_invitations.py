@@ -18,17 +18,18 @@ from diloco_orchestrator.cli.invite_command import invite
 from diloco_orchestrator.cli.join_command import join, only_code_of
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.join.invitations import check_may_invite, revoke
+from diloco_orchestrator.join.invitations import REVOKED, check_may_invite, revoke
 from diloco_orchestrator.join.link import Credentials, Link
 from diloco_orchestrator.join.temporary_credentials import mint, policy_of
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer
 from diloco_orchestrator.protocol.key_records import Rotation
 from diloco_orchestrator.protocol.record_format import By
+from diloco_orchestrator.protocol.signatures import from_text
 from diloco_orchestrator.protocol.signed_objects import why_not_by
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import of_run, unsigned_in
+from diloco_orchestrator.run_log.run_store import of_run, stored_names, unsigned_in
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
 from diloco_orchestrator.signing.keys import RunKey
@@ -153,6 +154,67 @@ def test_a_revoked_link_ends_its_attempt_and_gets_no_further_keys(scene: Invited
     fresh = scene.link()
     scene.offer(4)
     assert scene.run_by(fresh, again) == 0 and again.started
+
+
+def test_a_link_that_is_revoked_while_its_replica_is_being_offered_gets_no_keys(scene: Invited):
+    """After the offer's keys were sealed, and before the offer is there for who revokes to end."""
+    link, revoked = scene.link(), []
+
+    class Racing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(scene.store, name)
+
+        def create(self, key: str, data: bytes) -> bool:
+            if "/offer.json" in key and not revoked:
+                revoked.append(revoke(scene.log, 3, STAMP))
+            return scene.store.create(key, data)
+
+    scene.executor._opened[scene.url] = of_run(Racing())
+    handle, program = scene.offer(), scene.program()
+    scene.run_by(link, program, once=False, hours=0.01)
+    assert revoked == [1] and not program.started
+    assert scene.executor.poll(handle).message == REVOKED
+
+
+def test_a_revocation_that_was_interrupted_is_completed_by_another_one(scene: Invited):
+    """As its process dies between the record and the attempt's end."""
+    link, handle, ended = scene.link(), scene.offer(), []
+
+    class Dies:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(scene.store, name)
+
+        def list(self, prefix: str, start_after: str = "") -> Any:
+            if prefix == keys.JOINS and any(scene.store.list(keys.REVOCATIONS)):
+                raise KeyboardInterrupt
+            return scene.store.list(prefix, start_after)
+
+    def revoke_twice() -> None:
+        if not ended:
+            with pytest.raises(KeyboardInterrupt):
+                revoke(RunLog(of_run(Dies())), 3, STAMP)
+            ended.append(revoke(scene.log, 3, STAMP))
+
+    program = scene.program(code=None, on_wait=revoke_twice)
+    scene.run_by(link, program)
+    assert ended == [0] and program.signals[0] == "TERM"
+    assert scene.executor.poll(handle).message == REVOKED
+
+
+def test_who_knows_the_names_alone_revokes_nothing(scene: Invited):
+    """A stranger with credentials of the whole bucket, who puts junk under the name of another one's revocation."""
+    link, store = scene.link(), scene.log.store
+    key = keys.revocation(1, 3, Identity(from_text(link.seed, 32)).public.digest)
+    (name,) = stored_names(store, key)
+    assert scene.store.create(name, b"junk")
+    scene.offer()
+    program = scene.program()
+    assert scene.run_by(link, program) == 0 and program.started
+    assert revoke(scene.log, 3, STAMP) == 1, "under the next of its names"
+    scene.offer(2)
+    again = scene.program()
+    scene.run_by(link, again, once=False, hours=0.01)
+    assert not again.started
 
 
 def test_an_invitation_ends_with_the_keys_of_its_epoch():

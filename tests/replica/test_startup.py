@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -142,6 +143,38 @@ def test_the_error_is_in_the_exit_line_where_the_store_takes_no_record(small_dis
     assert ended.code == EXIT_ERROR
     assert "RuntimeError: the workload's own error No exit record: StoreFull: cannot create" in ended.unrecorded
     assert "The file system is read-only" in ended.unrecorded and "Tried" in ended.unrecorded
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [(lambda: None, 0), (sys.exit, 0), (lambda: sys.exit(3), 3), (lambda: sys.exit("no"), 1), (lambda: 1 / 0, 1)],
+)
+def test_a_process_forked_by_the_training_function_ends_without_a_record(tmp_path: Path, ends: Callable, code: int):
+    log, this = new_run(tmp_path), os.getpid()
+
+    def fork(_: object) -> None:
+        if (child := os.fork()) == 0:
+            return ends()
+        status = os.waitpid(child, 0)[1]
+        assert not list(log.store.list(keys.exit_record(0, 1)))
+        raise RuntimeError(f"the child ended with {os.waitstatus_to_exitcode(status)}")
+
+    try:
+        ended = run_attempt(
+            str(tmp_path),
+            0,
+            1,
+            Launched(log.run_sha256),
+            clock=ManualClock(),
+            background=NoBackground(),
+            environ={},
+            load_libraries=lambda: None,
+            load_entrypoint=lambda _: fork,
+        )
+    finally:
+        if os.getpid() != this:
+            os._exit(99)
+    assert ended.code == EXIT_ERROR and f"the child ended with {code}\n" in (ended.error or "")
 
 
 def test_an_attempt_whose_end_cannot_be_recorded_says_it_in_its_exit_line():

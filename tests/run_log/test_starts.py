@@ -34,7 +34,7 @@ class Bucket:
         self.store = MemoryStore()
 
     def starts(self, replicas: int) -> Starts:
-        return Starts(self.store, replicas, RUN)
+        return Starts(self.store, range(replicas), RUN)
 
     def holds(self, seed: int, key: str = keys.START) -> "Bucket":
         self.store.put(key, start(seed).to_bytes())

@@ -188,8 +188,11 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
     start = log.start()
     assert start is not None and start.record.base_digest == own == first_snapshot(log).base(start.record).digest()
     assert [commit.applied for commit in log.commits()] == [True]
-    found = verify_run(fleet.store).disagreement
+    done = verify_run(fleet.store)
+    found = done.disagreement
     assert found is None or (found.key == OTHER_LAYOUT and "is no file of its snapshot" in found.words), found
+    unreadable = {info.key for info in fleet.store.list("start") if fleet.store.get(info.key).startswith(b"[")}
+    assert {each.partition(": ")[0] for each in done.unreadable} == unreadable
     assert fleet.join(0).digest == honest[0].digest == third.digest
 
 
@@ -278,6 +281,26 @@ def test_no_run_begins_while_nobody_has_the_first_base_that_was_named():
     with pytest.raises(ModelMismatch, match=f"the run's first_base names {OWN}, and no replica has begun with that"):
         fleet.join(0, model=tiny_model(seed=1))
     assert RunLog(fleet.store).start() is None
+
+
+def test_strangers_who_are_more_than_the_launched_replicas_choose_no_start():
+    """Three of five that followed a start which nobody had ended the launched ones with `FirstBaseOutvoted`, and left
+    readers without a start.
+    """
+    settings = {"invited": [2, 3, 4], "aggregate": "mean", "quorum": 2, "timing": {**BY_HAND, "poll_s": 0.01}}
+    fleet = Fleet(replicas=5, **settings)
+    for who in (2, 3, 4):
+        said = {"replica_id": who, "attempt": 1, "start_sha256": "a" * 64, "key": keys.START}
+        fleet.store.create(keys.began(who, 1), Began(**STAMP(), **said).to_bytes())
+        fleet.store.create(keys.follows(who), Follows(**STAMP(), **said, take=keys.SHARED_TAKE).to_bytes())
+    launched = together([partial(fleet.join, 0), partial(fleet.join, 1)])
+    assert [each._attempt.log.starts.outvoted_by() for each in launched] == [None, None]
+    strangers = together([partial(fleet.join, who, attempt=2) for who in (2, 3, 4)])
+    assert {each.digest for each in (*launched, *strangers)} == {OWN}
+    found = RunLog(fleet.store).start()
+    assert found is not None and found.record.base_digest == OWN and RunLog(fleet.store).starts.outvoted_by() is None
+    play([*launched, *strangers], [1.0] * 5)
+    assert verify_run(fleet.store).disagreement is None
 
 
 @pytest.mark.parametrize(

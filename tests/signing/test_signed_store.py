@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+from other_signatures import other_signature
 from record_examples import EXAMPLES
 from signed_fleet import KEY, MANIFEST, OTHER_KEY, WHERE, Fleet
 
@@ -13,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import KINDS, kind_of
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.signatures import Certificate, Signature, named_bytes, to_text
-from diloco_orchestrator.protocol.signed_objects import is_named, is_signed
+from diloco_orchestrator.protocol.signed_objects import is_named, is_signed, stored_name
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
@@ -257,6 +258,75 @@ def test_a_commit_is_by_whom_its_signature_names(by):
     body = EXAMPLES["commit"].model_copy(update={"by": by}).to_bytes()
     fleet.stored.create(fleet.name(where), fleet.sealed(fleet.signer(1), body, where))
     assert all(absent(view, where) for view in fleet.views())
+
+
+# -- other names of one key, by who holds the key of names ------------------------------------------------------------
+
+
+def other_name(fleet: Fleet, key: str, nonce: int, take: int = 0) -> str:
+    """A name of the object at `key` whose signature is valid, and which no honest holder of the keys makes."""
+    seed = fleet.signer(0).names[0].private_bytes_raw()
+    return stored_name(key, take, other_signature(seed, named_bytes(fleet.run_sha256, key, take), nonce))
+
+
+def commit_by(fleet: Fleet, replica_id: int) -> bytes:
+    body = EXAMPLES["commit"].model_copy(update={"round": 7, "by": By((replica_id, 1))}).to_bytes()
+    return fleet.sealed(fleet.signer(replica_id), body, keys.commit(7))
+
+
+@pytest.mark.parametrize("data", [b"junk", b""])
+def test_other_valid_names_hide_no_record_from_who_has_no_key(data: bytes):
+    """Names before and after the genuine one, in the order of a listing."""
+    fleet = Fleet()
+    fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    others = {other_name(fleet, WHERE, nonce) for nonce in range(2, 12)}
+    assert min(others) < fleet.name(WHERE) < max(others)
+    for name in others:
+        assert fleet.stored.create(name, data)
+    listed = SignedStore(fleet.stored, {})
+    assert [info.key for info in listed.list(keys.contributions(7))] == [WHERE]
+    for view in (*fleet.views(), listed):
+        assert view.get(WHERE) == MANIFEST.to_bytes()
+        list(view.list(keys.ROUNDS))
+        assert others <= view.debris().keys()
+
+
+@pytest.mark.parametrize("takes", [(0, 0), (0, 1)], ids=["of one take", "in place of a take that holds junk"])
+def test_of_two_commits_under_valid_names_of_one_key_none_is_read_without_a_key(takes: tuple[int, int]):
+    """An insider's own one, which holders of keys do not see. A reader without keys took it for the run's."""
+    fleet, key = Fleet(), keys.commit(7)
+    forged, genuine = takes
+    for take in range(genuine):
+        fleet.stored.create(fleet.name(key, take), b"junk")
+    fleet.stored.create(fleet.name(key, genuine), commit_by(fleet, 0))
+    fleet.stored.create(other_name(fleet, key, 5, forged), commit_by(fleet, 1))
+    for view in fleet.views()[:2]:
+        assert b'"by":"replica 0, attempt 1"' in view.get(key)
+    listed = SignedStore(fleet.stored, {})
+    assert [info.key for info in listed.list(keys.ROUNDS)] == [key]
+    for view in (fleet.reader, listed):
+        with pytest.raises(StoreError, match="cannot be read") as found:
+            view.get(key)
+        assert not isinstance(found.value, ObjectMissing) and other_name(fleet, key, 5, forged) in str(found.value)
+
+
+def test_a_copy_of_a_record_under_another_valid_name_is_that_record():
+    fleet = Fleet()
+    fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    fleet.stored.create(other_name(fleet, WHERE, 3), fleet.stored.get(fleet.name(WHERE)))
+    assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
+
+
+@pytest.mark.parametrize("key", [keys.payload(7, 1, 1, 0), keys.heartbeat(1, 1)])
+def test_bulk_and_heartbeats_with_several_valid_names_are_missing_without_a_key(key: str):
+    fleet, beat = Fleet(), EXAMPLES["heartbeat"].model_copy(update={"replica_id": 1, "attempt": 1})
+    bodies = [beat.model_copy(update={"counter": count}).to_bytes() for count in (1, 2)]
+    fleet.replica(1).put(key, bodies[1])
+    old = fleet.sealed(fleet.signer(1), bodies[0], key) if is_signed(key) else b"other bytes"
+    fleet.stored.create(other_name(fleet, key, 3), old)
+    assert [view.get(key) for view in fleet.views()[:2]] == 2 * [bodies[1]]
+    with pytest.raises(ObjectMissing, match="several objects"):
+        fleet.reader.get(key)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------

@@ -192,6 +192,7 @@ def test_the_same_seed_gives_the_same_trace():
 FAULTS = [
     pytest.param(calm(storms=((10.0, 50.0),)), id="a 503 storm"),
     pytest.param(calm(listing_lag_s=5.0), id="a listing that lags"),
+    pytest.param(calm(stale_s=10.0, machines=3, machine_kills=((12.0, 0),)), id="stale reads of what was overwritten"),
     pytest.param(calm(lose_reply=0.3), id="writes whose reply never comes"),
     pytest.param(calm(no_writes=((15.0, 3615.0),)), id="a bucket that refuses writes for an hour"),
     pytest.param(calm(kills=((12.0, -2), (40.0, -2))), id="everybody killed, twice"),
@@ -205,7 +206,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("plan", FAULTS)
 def test_what_a_real_bucket_does_is_survived(plan):
-    assert Simulation(plan).run()[-1].stop == "completed"
+    simulation = Simulation(plan)
+    assert simulation.run()[-1].stop == "completed"
+    assert (simulation.bucket.stale_reads > 20) == bool(plan.stale_s)
 
 
 HOUR = (12.0, 3612.0)
@@ -486,6 +489,14 @@ def test_an_attempt_that_closes_a_round_again_and_again_is_caught(monkeypatch):
         Simulation(calm()).run()
 
 
+def test_a_run_that_waits_for_ever_is_ended_with_the_calls_that_it_repeats(monkeypatch):
+    """One of three replicas gets no machine, and all are needed."""
+    monkeypatch.setattr("simulation.MOST_CALLS", 100)
+    plan = calm(settings={"quorum": "all"}, no_machine=((0.0, 1e9, 1),))
+    with pytest.raises(InvariantBroken, match=r"I10: no commit in 401 calls\..* list rounds/00000001/contributions/"):
+        Simulation(plan).run()
+
+
 def test_a_state_that_is_not_saved_beside_a_snapshot_is_caught(monkeypatch):
     monkeypatch.setattr(Checkpoint, "encode_if_due", lambda self: None)
     with pytest.raises(InvariantBroken, match="I5: replica 0 saved no state in round 2"):
@@ -504,7 +515,8 @@ def test_wide_plans_cover_what_they_should():
     }.items():
         assert {p.settings[name] for p in plans} == values, name
     drawn = ("next_leg", "no_network", "coordinators", "vendor_down", "no_machine", "full", "rots", "lost_payloads")
-    for what in (*drawn, "no_commits", "forged", "other_arithmetic", "reports_s", "buffer", "tokens"):
+    of_machines = ("machines", "machine_kills", "machine_notices", "other_arithmetic", "reports_s")
+    for what in (*drawn, *of_machines, "no_commits", "forged", "stale_s", "buffer", "tokens", "adapted"):
         assert sum(bool(getattr(p, what)) for p in plans) > 10, what
     assert sum(p.width > 2**17 for p in plans) > 3  # several payload shards
     assert sum(p.exact for p in plans) > 60

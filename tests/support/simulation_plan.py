@@ -55,6 +55,7 @@ class Plan:
     twice: float = 0.0  # share of creates that are sent twice
     latency_s: float = 0.05
     listing_lag_s: float = 0.0
+    stale_s: float = 0.0  # after an overwrite, in which half of all reads give the version before
     storms: Spans = ()  # nearly every call is answered 503
     no_writes: Spans = ()  # every write is refused
     no_network: Spans = ()  # nobody reaches the bucket or the vendor
@@ -279,6 +280,8 @@ def wide_plan_of(seed: int) -> Plan:
         forged=sometimes(0.08, lambda: (draw.randint(1, rounds), which())),
         other_arithmetic=sometimes(0.08, which) if lone_group else (),
     )
+    stale_s = random.Random(f"stale {seed}").choice([0.0, 0.0, 0.0, 2.0, 10.0])
+    wide = replace(wide, stale_s=stale_s)
     draw = random.Random(f"wider {seed}")  # so that what was drawn above stays as it was
     plain = plan.settings["fragments"] == 1 and not plan.settings["fragment_update_alpha"] and aggregate == "mean"
     if plain and draw.random() < 0.3:

@@ -23,46 +23,76 @@ from diloco_orchestrator.store.base import Store
 
 _NAMED = 20  # foreign or missing objects that are listed one by one
 
-# Why the objects of a kind are not pinned, by the kind's name.
+IsOne = Callable[[str], object]  # a truth value: whether a key is of a kind
+
+
+def _about_attempts(name: str) -> IsOne:
+    return lambda key: (attempt := keys.parse_attempt(key)) is not None and attempt.name == name
+
+
+# Which keys are of a kind whose objects need not be pinned, and why they are not; the first matching row decides.
+_UNPINNED: Mapping[str, tuple[IsOne, str]] = {
+    "intents": (_about_attempts(keys.INTENT), "written before the attempt did anything that the log names"),
+    "handles": (_about_attempts(keys.HANDLE), "how to reach a process, for coordinators only"),
+    "heartbeats": (_about_attempts(keys.HEARTBEAT), "overwritten while the attempt lives"),
+    "providers' words": (keys.waiting.parse, "why an attempt has not started, for people; overwritten"),
+    "cancels": (keys.cancel.parse, "a coordinator's request"),
+    "exits": (_about_attempts(keys.EXIT), "how an attempt says that it ended, after its last contribution"),
+    "attempt logs": (_about_attempts(keys.LOG_TEXT), "output, for people"),
+    "claims": (_about_attempts(keys.CLAIM), "of attempts that no commit names"),
+    "halt requests": (keys.halt.parse, "whoever may write can make one; the commit that obeys it says so"),
+    "scale requests": (keys.scale.parse, "how many replicas somebody asked for; who took part is in the commits"),
+    "replicas that are out": (
+        keys.out.parse,
+        "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
+    ),
+    "joined machines": (
+        lambda key: keys.parse_join_record(key) or keys.is_join_piece(key),
+        "how attempts are handed to machines that join, and their output",
+    ),
+    "invitations": (
+        keys.parse_invited,
+        "whom a launcher lets run a replica, or no longer, and what it needs; attempts' keys follow from it",
+    ),
+    "other starts": (keys.start_take.parse, "beside start.json; the one that the log begins with is checked"),
+    "what replicas began with": (
+        lambda key: keys.began.parse(key) or keys.follows.parse(key) or key == keys.LINK,
+        "which start counts follows from it, and the log from that start",
+    ),
+    "late manifests": (keys.contribution.parse, "came after their round's commit"),
+    "payloads put again": (
+        lambda key: (payload := keys.parse_payload(key)) is not None and payload.take > 1,
+        "checked against the manifest where they were needed",
+    ),
+    "payloads and states": (
+        lambda key: keys.parse_payload(key) or keys.parse_state(key),
+        "of contributions that no commit names",
+    ),
+    "checks": (keys.checked.parse, "what replicas found in payloads; checked where a commit names them"),
+    "reduced shards": (
+        lambda key: keys.reduced.parse(key) or keys.parse_reduced_shard(key),
+        "averages that any reader derives from payloads; nothing is derived from them",
+    ),
+    "wants": (keys.parse_want, "requests for a payload"),
+    "replays": (keys.is_replay, "of an earlier version; nobody reads them"),
+    "keys": (
+        lambda key: keys.rotation.parse(key) or keys.colleague.parse(key),
+        "certificates and rotations, which the run's key has signed",
+    ),
+    "retention": (
+        lambda key: key == keys.RETENTION,
+        "what somebody asked to delete, beyond the run's own settings",
+    ),
+    "trials of the store": (
+        lambda key: key.startswith((keys.PROBE, keys.DOCTOR)),
+        "written before anything rests on it, and left where they may not be deleted",
+    ),
+}
 _WHY_NOT: Mapping[str, str] = {
-    "intents": "written before the attempt did anything that the log names",
-    "handles": "how to reach a process, for coordinators only",
-    "heartbeats": "overwritten while the attempt lives",
-    "providers' words": "why an attempt has not started, for people; overwritten",
-    "cancels": "a coordinator's request",
-    "exits": "how an attempt says that it ended, after its last contribution",
-    "attempt logs": "output, for people",
-    "claims": "of attempts that no commit names",
-    "halt requests": "whoever may write can make one; the commit that obeys it says so",
-    "scale requests": "how many replicas somebody asked for; who took part is in the commits",
-    "replicas that are out": "a coordinator's notice that it launches a replica no more, so that nobody waits for it",
-    "joined machines": "how attempts are handed to machines that join, and their output",
-    "invitations": "whom a launcher lets run a replica, or no longer, and what it needs; attempts' keys follow from it",
-    "other starts": "beside start.json; the one that the log begins with is checked",
-    "what replicas began with": "which start counts follows from it, and the log from that start",
-    "late manifests": "came after their round's commit",
-    "payloads and states": "of contributions that no commit names",
-    "checks": "what replicas found in payloads; checked where a commit names them",
-    "reduced shards": "averages that any reader derives from payloads; nothing is derived from them",
-    "wants": "requests for a payload",
-    "payloads put again": "checked against the manifest where they were needed",
-    "replays": "of an earlier version; nobody reads them",
-    "keys": "certificates and rotations, which the run's key has signed",
-    "retention": "what somebody asked to delete, beyond the run's own settings",
+    **{kind: why for kind, (_, why) in _UNPINNED.items()},
     "snapshot files": "compared with their record alone; whether they hold the base needs torch",
     "snapshot records": "when and by whom a snapshot was written; its files and base are checked",
-    "trials of the store": "written before anything rests on it, and left where they may not be deleted",
     "unfinished snapshots": "files without a snapshot.json, which nobody loads",
-}
-_ATTEMPT_KINDS = {
-    "intent.json": "intents",
-    "handle.json": "handles",
-    "heartbeat.json": "heartbeats",
-    "waiting.json": "providers' words",
-    "cancel.json": "cancels",
-    "exit.json": "exits",
-    "log.txt": "attempt logs",
-    "claim.json": "claims",
 }
 
 
@@ -156,62 +186,42 @@ def shortened(found: Iterable[str]) -> list[str]:
 
 def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tuple[str | None, bool]:
     """The kind of an object, and whether commits pin its digest; None for an object that this package never writes."""
+    if (pinned := _pinned_kind(key, named, claimed)) is not None:
+        return pinned, True
+    if (halt := keys.halt.parse(key)) is not None and not 1 <= halt[0] <= named.legs:
+        return None, False
+    return next((kind for kind, (is_one, _) in _UNPINNED.items() if is_one(key)), None), False
+
+
+def _pinned_kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> str | None:
+    """The kind of an object whose digest commits pin; None for any other."""
     if key in (keys.RUN, keys.START) or keys.commit.parse(key):
-        return "run, start and commits", True
-    if keys.is_start(key):
-        return "other starts", False
-    if keys.began.parse(key) or keys.follows.parse(key) or key == keys.LINK:
-        return "what replicas began with", False
-    if keys.rotation.parse(key) or keys.colleague.parse(key):
-        return "keys", False
-    if key.startswith((keys.PROBE, keys.DOCTOR)):
-        return "trials of the store", False
+        return "run, start and commits"
     if key in (keys.KL_RECORD, keys.KL_REFERENCE):
-        return "drift reference", True
-    if (leg := keys.begin.parse(key) or keys.halt.parse(key) or keys.result.parse(key)) is not None:
-        if not 1 <= leg[0] <= named.legs:
-            return None, False
-        return ("halt requests", False) if keys.halt.parse(key) else ("legs and results", True)
-    if keys.scale.parse(key) is not None:
-        return "scale requests", False
-    if keys.out.parse(key) is not None:
-        return "replicas that are out", False
-    if (attempt := keys.parse_attempt(key)) is not None:
-        kind = _ATTEMPT_KINDS.get(attempt.name)
-        return kind, kind == "claims" and (attempt.replica_id, attempt.attempt) in claimed
-    if (manifest := keys.contribution.parse(key)) is not None:
-        return ("manifests", True) if manifest in named.manifests else ("late manifests", False)
-    if (payload := keys.parse_payload(key)) is not None:
-        if payload.take > 1:
-            return "payloads put again", False
-        return "payloads and states", named.attempts.get((payload.round, payload.replica_id)) == payload.attempt
-    if (state := keys.parse_state(key)) is not None:
-        replica_id, round_, attempt_ = state
-        return "payloads and states", named.attempts.get((round_, replica_id)) == attempt_
-    if keys.parse_want(key) is not None:
-        return "wants", False
-    if keys.checked.parse(key) is not None:
-        return "checks", False
-    if keys.reduced.parse(key) is not None or keys.parse_reduced_shard(key) is not None:
-        return "reduced shards", False
-    if keys.is_replay(key):
-        return "replays", False
-    if key == keys.RETENTION:
-        return "retention", False
-    if keys.parse_join_record(key) is not None or keys.is_join_piece(key):
-        return "joined machines", False
-    if keys.parse_invited(key) is not None:
-        return "invitations", False
+        return "drift reference"
     if keys.parse_segment(key) is not None:
-        return "segments of the log", True
+        return "segments of the log"
     if named.code_sha256 is not None and key == keys.code(named.code_sha256):
-        return "code archive", True
-    return None, False
+        return "code archive"
+    if (leg := keys.begin.parse(key) or keys.result.parse(key)) is not None:
+        return "legs and results" if 1 <= leg[0] <= named.legs else None
+    if (attempt := keys.parse_attempt(key)) is not None:
+        is_named = attempt.name == keys.CLAIM and (attempt.replica_id, attempt.attempt) in claimed
+        return "claims" if is_named else None
+    if keys.contribution.parse(key) in named.manifests:
+        return "manifests"
+    owner: tuple[int, int, int] | None = keys.parse_state(key)  # replica, round, attempt
+    if (payload := keys.parse_payload(key)) is not None and payload.take == 1:
+        owner = payload.replica_id, payload.round, payload.attempt
+    if owner is not None and named.attempts.get((owner[1], owner[0])) == owner[2]:
+        return "payloads and states"
+    return None
 
 
 def _unpinned_record(key: str) -> type[Record] | None:
-    """The record class at a key of an attempt, a joined machine or a request to halt; None for other keys."""
-    if keys.parse_attempt(key) is None and keys.parse_join_record(key) is None and keys.halt.parse(key) is None:
+    """The record class at a key of an attempt, joined machine, request to halt, start record or vote; else None."""
+    kinds = (keys.parse_attempt, keys.parse_join_record, keys.halt.parse, keys.began.parse, keys.follows.parse)
+    if not keys.is_start(key) and all(parse(key) is None for parse in kinds):
         return None
     kind = kind_at(key)
     return None if kind is None else kind.record
