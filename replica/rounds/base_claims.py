@@ -139,9 +139,9 @@ class BaseClaims:
     def heal(self, claims: Collection[str]) -> bool:
         """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
-        It is rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether
-        the base changed; False without a rebuild if `claims` has no digest but its own and those for which it was
-        rebuilt in this round. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        It is rebuilt again if no claim has the new digest (`verify`). Returns whether the base changed; False without a
+        rebuild if `claims` has no digest but its own and those for which it was rebuilt in this round. Raises
+        `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -165,15 +165,17 @@ class BaseClaims:
             return False
 
     def verify(self, known: Collection[str]) -> bool:
-        """Rebuild the open round's base, twice if the first result's digest is not in `known`, the claimed ones.
+        """Rebuild the open round's base until a digest is in `known`, the claimed ones, or comes twice; three times at
+        most, because a rebuild can go wrong too.
 
         Returns whether its bits changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
-        tip, before = self._tip, self.digest
-        for _ in range(2):
+        tip, before, seen = self._tip, self.digest, set(known)
+        for _ in range(3):
             rebuilt = self._requests.rebuild_beside(tip.base, tip.position.round)
-            if rebuilt.digest in known:
+            if rebuilt.digest in seen:
                 break
+            seen.add(rebuilt.digest)
         rebuilt.correct(tip.base)
         tip.borrowed = False
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)

@@ -155,7 +155,12 @@ def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base(
     plan = calm(replicas=1, paces=(1.0,), settings=settings, next_leg=NextLeg(rounds=1))
     simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 2), 0, "average"),)))
     assert simulation.run()[-1].leg == 2 and simulation.flipped
-    assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
+    assert [manifest.round for manifest, _ in simulation.loaded] == [3]  # not the last round's
+
+
+def test_a_bit_that_flips_in_the_rebuild_by_which_a_lone_replica_corrects_another_is_corrected_too():
+    """The second rebuild is the wrong one, and the base that the replica had as well: a third tells which is right."""
+    simulate(130008713)
 
 
 def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():

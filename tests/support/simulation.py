@@ -116,7 +116,7 @@ class Simulation:
         self.trained: dict[tuple[int, int, int], NDArray[np.float32]] = {}  # by replica, attempt, batch: values
         self.paid = 0  # residuals that were in a payload (`check_residuals`)
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
-        self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
+        self.loaded: list[tuple[Contribution, int]] = []  # whose saved state a replica went on from, in which attempt
         self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
         self.refused_calls = 0  # calls that the vendor did not answer
         self.leg = 1  # the newest
