@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
+from simulation_checks import RightBases
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
 from simulation_residuals import FEEDBACK
 from simulation_store import InvariantBroken
@@ -90,6 +91,17 @@ def test_seeds_that_once_found_a_bug(seed: int):
     pseudo-gradient or with an abstention.
     """
     simulate(seed)
+
+
+@pytest.mark.parametrize(
+    "seed", [130007963, *(pytest.param(s, marks=pytest.mark.slow) for s in (130014896, 130015373))]
+)
+def test_a_lone_replica_goes_on_from_what_it_trained_from_a_wrong_base_until_it_rebuilds_that(seed: int):
+    """It abstains in between, and so loads the state of its last contribution."""
+    simulation = simulate(seed)
+    right = RightBases.of(simulation, RunLog(simulation.bucket).commits())
+    manifest, (round_, held) = simulation.loaded[0], simulation.held[0]
+    assert not right.is_right(manifest) and held != right.before[round_]
 
 
 OUTLIVED = [
