@@ -118,13 +118,13 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
-        """Whether a snapshot of the base needs a second opinion: only this replica names its digest, and never verified
-        it.
+        """Whether the base must be rebuilt and compared before a snapshot of it: no other replica names its digest.
 
-        It needs one if it is that of the last base, or a due one of a base made of several contributions, because its
-        writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that it
-        came from. The rebuild with which an attempt begins is compared with nothing, so it verifies nothing. The first
-        base of the run is the start record's. `claims`: the base digests that the round's manifests name.
+        True if a snapshot is due, of the last base or of one made of several contributions, and this replica has not
+        verified it. A commit of the open round would otherwise confirm a wrong base by the digest that this replica
+        computed from its own memory. The rebuild with which an attempt begins is compared with nothing, so it verifies
+        nothing. False for the run's first base, whose digest is in the start record. `claims`: the base digests that
+        the round's manifests name.
         """
         made_in = self._tip.value.base_round
         if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:
