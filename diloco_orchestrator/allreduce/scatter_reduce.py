@@ -177,8 +177,10 @@ class ScatterReduce:
 
 
 def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
-    """Averages that a rank has published in a round, by shard; none, with a warning, if its record is of another, or is
-    missing though it was listed: in a signed run the rank has not signed it.
+    """Averages that a rank has published in round `round_id`, by shard; none, with a warning, without a valid record.
+
+    A record is not valid if it is of another round or rank, or missing though it was listed: in a signed run the rank
+    has not signed it.
     """
     key = keys.reduced(round_id, rank)
     try:

@@ -32,7 +32,7 @@ class Work:
 
     @classmethod
     def of_this_process(cls) -> "Work":
-        """Their sum now. Bytes count as 0 where the system does not count them, as on macOS and in gVisor."""
+        """The sum over this process and its descendants. Bytes are 0 where they are not counted: macOS, gVisor."""
         cpu_s, written = 0.0, 0
         this = psutil.Process()
         for process in [this, *this.children(recursive=True)]:
@@ -76,7 +76,7 @@ class StuckWatch:
     def stack(self) -> str | None:
         """The training thread's stack as a traceback that ends in an error, if it is stuck; else None.
 
-        Call it every `timing.heartbeat_s` seconds; a call soon after a sample is none.
+        Call it every `timing.heartbeat_s` seconds. A call soon after the last sample takes none and returns None.
         """
         now = self._clock.now()
         if now - self._at < self._every_s:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
+from simulation_checks import RightBases
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
 from simulation_residuals import FEEDBACK
 from simulation_store import InvariantBroken
@@ -92,6 +93,17 @@ def test_seeds_that_once_found_a_bug(seed: int):
     simulate(seed)
 
 
+@pytest.mark.parametrize(
+    "seed", [130007963, *(pytest.param(s, marks=pytest.mark.slow) for s in (130014896, 130015373))]
+)
+def test_a_lone_replica_goes_on_from_what_it_trained_from_a_wrong_base_until_it_rebuilds_that(seed: int):
+    """It abstains in between, and so loads the state of its last contribution."""
+    simulation = simulate(seed)
+    right = RightBases.of(simulation, RunLog(simulation.bucket).commits())
+    manifest, (round_, held) = simulation.loaded[0], simulation.held[0]
+    assert not right.is_right(manifest) and held != right.before[round_]
+
+
 OUTLIVED = [
     pytest.param(plan_of(2_000_000), id="its manifest comes after those that its successor has read"),
     pytest.param(dataclasses.replace(plan_of(135), seed=1025), id="likewise, in another run", marks=pytest.mark.slow),
@@ -155,7 +167,12 @@ def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base(
     plan = calm(replicas=1, paces=(1.0,), settings=settings, next_leg=NextLeg(rounds=1))
     simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 2), 0, "average"),)))
     assert simulation.run()[-1].leg == 2 and simulation.flipped
-    assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
+    assert [manifest.round for manifest in simulation.loaded] == [3]  # not the last round's
+
+
+def test_a_bit_that_flips_in_the_rebuild_by_which_a_lone_replica_corrects_another_is_corrected_too():
+    """The second rebuild is the wrong one, and the base that the replica had as well: a third tells which is right."""
+    simulate(130008713)
 
 
 def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():

@@ -22,6 +22,9 @@ FORGERIES = (
     *GIVE_UP,
 )
 
+Flip = tuple[float, int, str]  # (when, which replica; -1: the coordinator, where of FLIPS): one bit
+HEALED_S = 40.0  # after which a flip has been healed
+
 Spans = tuple[tuple[float, float], ...]  # (from, until), in seconds
 
 
@@ -86,7 +89,7 @@ class Plan:
     forgeries: tuple[tuple[float, str, int], ...] = ()  # (when, which of `FORGERIES`, replica): well-formed records
     # -- arithmetic
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
-    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which; -1: the coordinator, where of FLIPS): one bit
+    flips: tuple[Flip, ...] = ()
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
     # -- the user
     collapse: bool = False  # the loss falls from round 3 on, so that the guard fires
@@ -339,9 +342,8 @@ def flips_of(seed: int) -> Plan:
         return round(draw.uniform(8.0, length), 2)
 
     flips = [(when(), draw.randrange(replicas), draw.choice(FLIPS))]
-    # A second one after the first is healed: of two faults in a lone replica's two rebuilds nobody could tell.
     if draw.random() < 1 / 3:
-        flips.append((flips[0][0] + 40.0, draw.randrange(replicas), draw.choice(FLIPS)))
+        flips.append((flips[0][0] + HEALED_S, draw.randrange(replicas), draw.choice(FLIPS)))
     return calm(
         seed=seed,
         replicas=replicas,

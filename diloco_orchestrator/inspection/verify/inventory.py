@@ -318,6 +318,7 @@ def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[s
     """A sentence about each claimed attempt without an exit record, in order. Raises the store's errors.
 
     At most three requests each: the record that announces the next attempt, its own cancel record and its machine's.
+    `newest_leg`: number of the last leg (start or resume to stop): without a result, its newest attempts may still run.
     """
     newest: dict[int, int] = {}
     for replica_id, attempt in found.records:
