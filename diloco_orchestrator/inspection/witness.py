@@ -53,7 +53,7 @@ class Witness:
     def look(self) -> Sight:
         """Read the log's end, compare it with the last statement, and write a statement about a new last commit.
 
-        The first look compares the log with every statement. A commit that contradicts one is stated too, so that the
+        The first call compares the log with every statement. A commit that contradicts one is stated too, so that the
         place holds both heads, each signed. Raises the store's errors, `NoSuchRun`, and `RecordInvalid` for a log that
         cannot be read.
         """
