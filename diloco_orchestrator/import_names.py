@@ -53,7 +53,7 @@ def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[A
     """(object that another package registers under `name`, text that says where: "command 'x' of package y (y.cli:x)").
 
     `kind`: what the object is, such as "command". `group`: of the entry points. Raises `LookupError` if no package
-    registers the name, and ValueError if more than one does (`taken`: we do too) or if it does not load.
+    registers the name, and ValueError if more than one does (`taken`: this package has it too) or if it does not load.
     """
     from importlib.metadata import entry_points
 

@@ -111,7 +111,7 @@ class HFJobsApi:
             return self._hardware
 
     def get(self, job_id: str, namespace: str) -> Job | None:
-        """One job, or None if the service has none of this id."""
+        """One job; None if the service has none of this id. `namespace`: the job's owner."""
         url = f"{self.endpoint}/api/jobs/{namespace}/{job_id}"
         try:
             return job_of(self._read(url).json(), f"reading {url}")
@@ -158,7 +158,10 @@ class HFJobsApi:
         return True
 
     def log_lines(self, job_id: str, namespace: str, follow: bool, tail: int | None) -> Iterator[str]:
-        """Lines of a job's output; none if the service has no job of this id."""
+        """Lines of a job's output; none if the service has no job of this id.
+
+        `follow`: until its end; `tail`: the last ones.
+        """
 
         def read() -> Iterator[str]:
             with _readable(what):

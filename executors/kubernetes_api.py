@@ -97,7 +97,7 @@ class KubernetesApi:
         """Lines of a pod's log, each with its time in front; none before the pod's start or without its node.
 
         Raises `Unavailable` for a reply in which no line has a time: a node's error, or a proxy's page. Among lines
-        with a time, lines without one are left out.
+        with a time, lines without one are left out. `follow`: go on until the pod ends; `tail`: the last lines only.
         """
         stream = self._send(
             "read_namespaced_pod_log",

@@ -228,7 +228,10 @@ def identity_of(options: PodOptions) -> Identity:
 
 
 def secret_body(request: LaunchRequest, values: Mapping[str, str], job_uid: str) -> dict[str, Any]:
-    """The Secret of an attempt, as the body of a create call. Its Job owns it, so that both are deleted together."""
+    """The Secret of an attempt, as the body of a create call. Its Job owns it, so that both are deleted together.
+
+    `values`: the secret variables. `job_uid`: of the Job.
+    """
     name = attempt_name(request)
     return {
         "apiVersion": "v1",

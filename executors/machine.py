@@ -76,9 +76,9 @@ def listed_gpus(listing: str) -> tuple[str, ...]:
 
 
 def gpus_of(first: int, ranks: int, gpus: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for a replica of `ranks` processes: consecutive GPUs from number `first` on, counted round.
+    """CUDA_VISIBLE_DEVICES for a replica of `ranks` processes: consecutive GPUs from `first` on.
 
-    At most all GPUs, each once: the replica refuses more ranks than it sees GPUs.
+    After the last GPU the first one follows. Each is named once at most: the replica refuses more ranks than GPUs.
     """
     mine = dict.fromkeys(gpus[(first + rank) % len(gpus)] for rank in range(ranks)) if gpus else {}
     return {VISIBLE: ",".join(mine)} if gpus else {}

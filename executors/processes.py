@@ -91,7 +91,10 @@ def commands_by_environment(name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def is_same_folder(pid: int, theirs: str, ours: str) -> bool:
-    """Whether the path `theirs` of a process, which may have other mounts, is the folder that we call `ours`."""
+    """Whether the path `theirs`, as the process `pid` sees it, perhaps with other mounts, is our folder `ours`.
+
+    `pid`: the process.
+    """
     root = f"/proc/{pid}/root" if _HAS_PROC else ""
     try:
         return Path(f"{root}{theirs}").samefile(ours)

@@ -146,7 +146,10 @@ class RemoteExecutor(ServerlessExecutor):
     def handle_of(
         self, run_id: str, labels: Mapping[str, Any] | None, native_id: str, native: Mapping[str, Any] | None = None
     ) -> ReplicaHandle:
-        """The handle of an attempt that the provider lists with its `attempt_labels`."""
+        """The handle of an attempt that the provider lists under `native_id` with `labels`, its `attempt_labels`.
+
+        `native`: what else is needed to reach it, as JSON. Raises `ExecutorDenied` if the labels are not an attempt's.
+        """
         try:
             who = int((labels or {})[LABEL_REPLICA]), int((labels or {})[LABEL_ATTEMPT])
         except (KeyError, ValueError):

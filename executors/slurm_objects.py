@@ -170,8 +170,9 @@ def sbatch_arguments(
 ) -> list[str]:
     """sbatch's arguments for an attempt, without secrets; the script goes to its stdin.
 
-    `places`: partition, account, qos, constraint. `extra`: the user's; they come first, so that ours override them.
-    Arguments rather than #SBATCH lines, which variables of the environment would override.
+    `places`: partition, account, qos, constraint. `notice_s`: seconds before the time limit at which the job gets
+    SIGTERM. `extra`: the user's; they come first, so that ours override them. Arguments rather than #SBATCH lines,
+    which variables of the environment would override.
     """
     limit_s, nodes = machine.limit_s(request), request.machines(machine.ranks_per_machine)
     return [
@@ -199,9 +200,9 @@ def sbatch_arguments(
 def script_of(request: LaunchRequest, folder: Path, *, python: str, setup: Sequence[str], nodes: int = 1) -> str:
     """The batch script of an attempt. It reads secrets from a file, because the controller keeps and shows scripts.
 
-    On several nodes srun starts the program once on each of them, with this script's environment.
-
-    Raises ValueError for a variable whose name a shell does not take.
+    On several nodes srun starts the program once on each of them, with this script's environment. `python`: the
+    interpreter. `setup`: lines of shell that run first. Raises ValueError for a variable whose name a shell does not
+    take.
     """
     if wrong := [name for name in (*request.env, *request.secrets) if not _VARIABLE.fullmatch(name)]:
         raise ValueError(f"no shell takes a variable of the name {wrong[0]!r}. Use letters, digits and underscores.")

@@ -37,7 +37,7 @@ SLOWEST = 1.75  # times the latency: the slowest request of those for which a ro
 
 
 class Link(NamedTuple):
-    """The way of a rank to the store while all ranks use it. `path="auto"` predicts times from it."""
+    """Latency and bandwidth of a rank's requests while all ranks use the store; `path="auto"` predicts times by it."""
 
     latency_s: float  # seconds of a small request, in the median
     up: float  # bytes a second
@@ -81,14 +81,15 @@ def dealers(
 def draw_chance(shards: int, world_size: int) -> float:
     """Chance that a rank averages one shard more than it is assigned.
 
-    It is 1 for up to two ranks a shard. Where there are more, two of them for each shard on average find false averages
-    as often; each reads the shard of every payload.
+    The additional average finds false ones that owner and checker of the shard both published. The chance is 1 for up
+    to two ranks a shard, and else such that two ranks for each shard do so in the mean, because each has to read that
+    shard of every payload.
     """
     return min(1.0, _DRAWN * shards / world_size)
 
 
 def dealers_of(shards: int, world_size: int) -> int:
-    """Number of ranks that publish what they found about so many shards: the others read what these publish."""
+    """Number of ranks that read and average `shards` shards, and publish what they found; all ranks read that."""
     return min(world_size, shards + 2)
 
 
@@ -121,9 +122,10 @@ def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing 
 
 
 def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int, int]:
-    """Payload and reduced bytes that all ranks together read: (by gather, by scatter-reduce), headers included.
+    """Bytes of payloads and averages that all ranks together read: (by gather, by scatter-reduce), with headers.
 
-    `lengths`: elements of each shard. For scatter-reduce while nobody fails, if all shards have the first one's length.
+    `lengths`: elements of each shard. The number for scatter-reduce assumes that nobody fails, and that all shards are
+    as long as the first one.
     """
     sizes = [get_codec(codec).encoded_size(length) for length in lengths]
     reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]
@@ -236,7 +238,8 @@ def chooses_scatter(
     """Whether a vector of `numel` elements is averaged by scatter-reduce. `path`: the setting; "auto" predicts times
     over `link()`, which is called for "auto" only.
 
-    Both predicted times are logged. False for two ranks: owner and checker of every shard would read all payloads.
+    `most`: the largest number of elements in a shard. Both predicted times are logged. False for two ranks: owner and
+    checker of every shard would read all payloads.
     """
     if world_size < _FEWEST_DEALERS or path == "gather":
         return False

@@ -20,7 +20,7 @@ from diloco_orchestrator.allreduce.owners import ALONE, Owners
 from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.clock import Background, Backoff, Clock, in_parallel
 from diloco_orchestrator.codecs.table import get_codec
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced, ReducedShard
 from diloco_orchestrator.protocol.digests import BulkDigest, bulk_digest
@@ -177,13 +177,17 @@ class ScatterReduce:
 
 
 def published_by(store: Store, round_id: int, rank: int) -> Mapping[int, ReducedShard]:
-    """Averages that a rank has published in a round, by shard; none, with a warning, if its record is of another."""
+    """Averages that a rank has published in round `round_id`, by shard; none, with a warning, without a valid record.
+
+    A record is not valid if it is of another round or rank, or missing though it was listed: in a signed run the rank
+    has not signed it.
+    """
     key = keys.reduced(round_id, rank)
     try:
         record = Reduced.from_bytes(store.get(key, 0, most_bytes(key) + 1), key)
         if (record.round_id, record.rank) != (round_id, rank):
             raise RecordInvalid(f"{key} is the record of rank {record.rank} in round {record.round_id}.")
-    except RecordInvalid as error:
+    except (RecordInvalid, ObjectMissing) as error:
         log.warning("round %d: the averages of rank %d are not used: %s", round_id, rank, error)
         return {}
     return {each.shard: each for each in record.shards}

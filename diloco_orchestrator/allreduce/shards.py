@@ -131,7 +131,10 @@ def check_shard(data: bytes | memoryview, payload: Payload, index: int, whose: s
 
 
 def check_norm(measure: Measure, payload: Payload, index: int, whose: str) -> None:
-    """Raise `PayloadCorrupt` unless the manifest declares the norm of the shard's elements, to a part in a thousand."""
+    """Raise `PayloadCorrupt` unless the manifest declares the norm of the shard's elements, to a part in a thousand.
+
+    `measure`: of shard `index`, as read. `whose`: begins the message.
+    """
     declared = payload.norms[index] if index < len(payload.norms) else None
     if declared is not None and abs(declared - measure.norm) > _SAME_NORM * max(declared, measure.norm):
         raise PayloadCorrupt(f"{whose} has norm {measure.norm:g}; the manifest declares {declared:g}.")

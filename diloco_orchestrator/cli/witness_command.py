@@ -14,9 +14,10 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, sa
 @click.option("--once", is_flag=True, help="State the head of now, and end.")
 @json_option
 def witness(url: str, place: str, every: float | None, once: bool, as_json: bool) -> int:
-    """Sign in PLACE what the log of the run in URL says, until the run ends: which commit is the last.
+    """Sign which commit is the last one of the run in URL, each time that there is a new one, until the run ends.
 
-    Exit 4: the log contradicts an earlier statement. `diloco verify URL --witness PLACE` compares it later.
+    The statements are in PLACE, a folder or bucket of yours; `diloco verify URL --witness PLACE` compares the run with
+    them later. Exit 4: the run contradicts an earlier statement.
     """
     from diloco_orchestrator.clock import SystemClock
     from diloco_orchestrator.inspection.witness import Witness

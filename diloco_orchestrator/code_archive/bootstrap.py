@@ -170,8 +170,8 @@ def install_unhashed(details: dict[str, Any], folder: Path) -> None:
 def install_hashed(details: dict[str, Any], folder: Path) -> None:
     """Install the user's requirements file, which has hashes, if the image lacks any of it or of what we need.
 
-    Nothing is installed without a hash. Raises `Stopped` if a package that we need is neither in the image nor in the
-    file, and if pip fails.
+    Nothing is installed without a hash. `details`: from the code archive, unpacked in `folder`. Raises `Stopped` if a
+    package that we need is neither in the image nor in the file, and if pip fails.
     """
     ours, users = details["requirements"], details.get("users") or []
     listed = {canonical(each["name"]) for each in users}
@@ -220,7 +220,8 @@ def install_made(details: dict[str, Any], folder: Path) -> None:
 def needed(details: dict[str, Any], lacking: set[str], keep: bool) -> list[int]:
     """Indexes of the listed packages in `lacking` and of all their direct and indirect dependencies.
 
-    `keep`: leave out packages that are installed here in any version, and their dependencies, unless in `lacking`.
+    `details`: from the code archive, with the list. `keep`: leave out packages that are installed here in any version,
+    and their dependencies, unless in `lacking`.
     """
     found: set[str] = set(lacking)
     listed = [

@@ -168,7 +168,10 @@ def _code_of(code: CodeBundle | str | Path | None, entrypoint: str) -> CodeBundl
 
 
 def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path | None:
-    """The file `LOCK_NAME` beside the code to be sent, or None. Raises `ConfigError` if no code is found."""
+    """The file `LOCK_NAME` beside the code to be sent, or None. Raises `ConfigError` if no code is found.
+
+    `code`, `entrypoint`: as for `pack`.
+    """
     given = [Path(path).resolve() for path in _code_of(code, entrypoint).paths]
     for path in given:
         for folder in (path, path.parent) if path.is_file() or (path / "__init__.py").exists() else (path,):
@@ -178,7 +181,10 @@ def lock_file_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path 
 
 
 def folder_of(code: CodeBundle | str | Path | None, entrypoint: str) -> Path:
-    """The folder of the code to be launched; the current folder if no file of that code is found."""
+    """The folder of the code to be launched; the current folder if no file of that code is found.
+
+    `code`, `entrypoint`: as for `pack`.
+    """
     try:
         paths = _code_of(code, entrypoint).paths
     except ConfigError:

@@ -102,7 +102,10 @@ def pinned(
 
 
 def check_pinned(archive: Archive, images: Sequence[str]) -> None:
-    """Raise `ConfigError` if a package that replicas need has no hash, or `images`, named by tag, is not empty."""
+    """Raise `ConfigError` if a package that replicas need has no hash, or an image no digest.
+
+    `images`: the container images that the launch names by tag alone.
+    """
     lacking = [f"packages without hashes: {', '.join(archive.unhashed)}"] if archive.unhashed else []
     if lacking and archive.note and not archive.hashed:
         lacking[0] += f" ({archive.note})"
@@ -258,8 +261,9 @@ def compiled(
 ) -> tuple["subprocess.CompletedProcess[str]", str]:
     """The finished process of `uv pip compile`, and its list of `wanted` and all dependencies, within `limits`.
 
-    `wanted`, `limits`: lines of a requirements file and of a constraints file. `process`: further arguments of
-    `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a `timeout` in `process`.
+    `wanted`, `limits`: lines of a requirements file and of a constraints file. `options`: more options of the command.
+    `process`: further arguments of `subprocess.run`. Raises `OSError` if uv cannot be run, and `TimeoutExpired` at a
+    `timeout` in `process`.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -20,7 +20,10 @@ _SMALLEST = 2.0**-126
 
 
 def pack(values: "torch.Tensor", levels: int) -> "torch.Tensor":
-    """The encoding, uint8, of `values`, (n,) float32 on the CPU. The last group is padded with zeros."""
+    """The encoding, uint8, of `values`, (n,) float32 on the CPU. The last group is padded with zeros.
+
+    `levels`: largest whole number of an element, 127 for int8 and 7 for int4.
+    """
     groups = -(-values.numel() // _GROUP)
     words = 1 + _GROUP // (4 if levels == 127 else 8)
     found = np.zeros(groups * words, np.uint32)
@@ -30,7 +33,10 @@ def pack(values: "torch.Tensor", levels: int) -> "torch.Tensor":
 
 
 def unpack(body: "torch.Tensor", numel: int, levels: int) -> "torch.Tensor":
-    """The decoded values, (numel,) float32, of `body`, uint8 on the CPU: `pack`'s result, or that without padding."""
+    """The decoded values, (numel,) float32, of `body`, uint8 on the CPU: `pack`'s result, or that without padding.
+
+    `levels`: largest whole number of an element, 127 for int8 and 7 for int4.
+    """
     found = torch.empty(numel, dtype=torch.float32, device="cpu")
     (_unpack_int8 if levels == 127 else _unpack_int4)(body.numpy(), found.numpy())
     return found
@@ -39,13 +45,17 @@ def unpack(body: "torch.Tensor", numel: int, levels: int) -> "torch.Tensor":
 def add(body: "torch.Tensor", levels: int, weight: float, target: "torch.Tensor") -> None:
     """Add the decoded values of `body`, each times `weight`, to `target`, (n,) float32.
 
-    The bits are those of a product and a sum one after the other, each rounded to float32.
+    The bits are those of a product and a sum one after the other, each rounded to float32. `levels`: largest whole
+    number of an element, 127 for int8 and 7 for int4.
     """
     (_add_int8 if levels == 127 else _add_int4)(body.numpy(), np.float32(weight), target.numpy())
 
 
 def squares(body: "torch.Tensor", numel: int, levels: int) -> float:
-    """The sum of squares of the decoded values of `body`, of `numel` elements; not finite if one of them may not be."""
+    """The sum of squares of the decoded values of `body`, of `numel` elements; not finite if one of them may not be.
+
+    `levels`: largest whole number of an element, 127 for int8 and 7 for int4.
+    """
     return float((_squares_int8 if levels == 127 else _squares_int4)(body.numpy(), numel))
 
 
@@ -203,6 +213,8 @@ def _squares_int4(body: Any, numel: int) -> Any:
 def pack_means(values: "torch.Tensor", group: int, large: float) -> "torch.Tensor | None":
     """The result of `means.pack_2bit` with its padding; None if a number is not finite: tensor operations then encode
     it.
+
+    `group`: elements of a group. `large`: times the mean of |x|, above which an element is large.
     """
     groups = -(-values.numel() // group)
     found = np.empty((groups, 8 + group // 4), np.uint8)
@@ -211,7 +223,10 @@ def pack_means(values: "torch.Tensor", group: int, large: float) -> "torch.Tenso
 
 
 def unpack_means(body: "torch.Tensor", numel: int, group: int) -> "torch.Tensor":
-    """The result of `means.unpack_2bit`: the decoded values, (n,) float32."""
+    """The result of `means.unpack_2bit`: the `numel` decoded values, float32.
+
+    `group`: elements of a group of `body`, uint8.
+    """
     found = torch.empty(numel, dtype=torch.float32, device="cpu")
     _unpack_groups(body.numpy(), group, found.numpy())
     return found

@@ -55,11 +55,10 @@ def rule_of_state(state: Mapping[str, Any] | None, setting: str, where: str) -> 
 
 
 def first_state(written: Mapping[str, Any] | None, setting: str) -> dict[str, Any] | None:
-    """The guard's state before its first round in a run that another version of this package began; else None.
+    """The guard's state before its first round, if an earlier version of this package judged that round; else None.
 
-    `written`: the state after that round, in its commit. If it names an earlier version of the rule that `setting`
-    names, or the per-replica guard's state in it has that guard's first form, the result says so, so that the same
-    arithmetic judges the run from the start.
+    The result names the rule and the form of state that were used then, so that the round is derived again by the same
+    arithmetic. `written`: the state that the round's commit holds. `setting`: the rule that the settings name.
     """
     state = written or {}
     earlier = state.get("rule") in [kind.name for kind in _EARLIER.get(setting, ())]

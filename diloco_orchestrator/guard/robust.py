@@ -77,7 +77,7 @@ def measure(
 
 
 def change_of(scores: Sequence[VaultScore], items: int) -> VaultChange | None:
-    """The score change on a confirmation set of `items` items; None if fewer than half of them were scored.
+    """The score change on a confirmation set (further held-out items); None if fewer than half of `items` were scored.
 
     Means of shares are clipped and the variance of an item is the median of the shares', so that no share counts beyond
     its items.

@@ -149,7 +149,7 @@ def fields_of(folded: FoldResult | None, guard: Mapping[str, Any] | None) -> dic
 
 
 def vault_base(state: Mapping[str, Any] | None) -> int | None:
-    """The round whose base the confirmation set is compared on, if an alarm awaits confirmation; else None.
+    """The round whose base is scored, beside the newest, on further held-out items to confirm an alarm; else None.
 
     `state`: the guard's state before the round.
     """

@@ -92,7 +92,10 @@ class GuardRule(ABC):
 
     @classmethod
     def vault_base(cls, state: Mapping[str, Any] | None) -> int | None:
-        """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
+        """The round whose base is scored, beside the newest, to confirm an alarm; None if no alarm awaits that.
+
+        Both are scored on the confirmation set, further held-out items. `state`: the guard's, before the round.
+        """
         return None
 
 

@@ -153,7 +153,7 @@ class BestLevel(Remembered):
     first: float | None = None  # mean of the first short block
 
     def add(self, value: float) -> float | None:
-        """Add the next value of the series; returns the mean of the short block that it completes, else None."""
+        """Add the next value of the series; returns the mean of the block of 8 values that it completes, else None."""
         self.count += 1
         filled: float | None = None
         for index, size in enumerate(BLOCKS):
@@ -170,7 +170,7 @@ class BestLevel(Remembered):
         return filled
 
     def level(self, sigma: float) -> float:
-        """A lower confidence bound of the best level; 0.0 before the first full block.
+        """A lower confidence bound of the best level; 0.0 before the first full block of 8 values. `sigma`: the noise.
 
         The best of more blocks is further above the mean by chance, so the bound widens with their number.
         """
@@ -182,7 +182,7 @@ class BestLevel(Remembered):
         return max(bounds, default=0.0)
 
     def gain(self) -> float:
-        """The mean of the best short block of scores minus that of the first one."""
+        """The highest mean of a block of 8 scores minus the mean of the first block; 0.0 before that is full."""
         best = self.best[0]
         return 0.0 if best is None or self.first is None else best - self.first
 
@@ -199,7 +199,10 @@ _WITHOUT_EXTREMES = 2.2
 
 @dataclass
 class Breadth(Remembered):
-    """Part of each share of the held-out set in two statistics. Stored state: 1 number per share, and per statistic."""
+    """Sums, for two statistics, of how much more each share of the held-out set (one replica's) fell than the mean.
+
+    Stored state: 1 number per share, and 1 per share and statistic.
+    """
 
     count: int = 0  # rounds learnt
     usual: dict[str, float] = field(default_factory=dict)  # by share: distance from the mean, in the metric's unit
@@ -212,7 +215,10 @@ class Breadth(Remembered):
         self.now = {share: gains[share] - mean for share in sorted(gains)}
 
     def add(self, index: int, *, zero: bool) -> None:
-        """Add the round to each share's part in statistic number `index`. `zero`: it is zero now, so drop the parts."""
+        """Add to each held-out share's part in statistic number `index` by how much the share fell more than the mean.
+
+        `zero`: the statistic is zero now, so all parts are dropped instead.
+        """
         parts = self.parts[index]
         if zero:
             parts.clear()
@@ -224,7 +230,7 @@ class Breadth(Remembered):
         self.parts = [{} for _ in self.parts]
 
     def is_broad(self, index: int, statistic: float, sigma: float, threshold: float) -> bool:
-        """Whether a statistic stays above `threshold` without the quarter of the shares that carries most of it."""
+        """Whether a statistic stays above its limits without the quarter of the held-out shares that fell most."""
         parts = sorted(self.parts[index].values())
         few = len(parts) // _LIARS
         if not few or not sigma > 0:
@@ -236,12 +242,15 @@ class Breadth(Remembered):
         return lowest > _WITHOUT_LOWEST * threshold or extremes > _WITHOUT_EXTREMES * threshold
 
     def most(self, index: int) -> list[int]:
-        """The ids of the quarter of the shares that carries most of statistic `index`; empty for fewer than four."""
+        """The ids of the quarter of the held-out shares with the largest parts in statistic `index`; of three none."""
         parts = self.parts[index]
         return sorted(int(share) for share in sorted(parts, key=lambda s: -parts[s])[: len(parts) // _LIARS])
 
     def learn(self, *, calm: bool) -> None:
-        """Update each share's usual distance from the mean. `calm`: no statistic indicates a falling score."""
+        """Update the usual distance of each held-out share's score gain from the mean of all.
+
+        `calm`: no statistic indicates a falling score; otherwise only shares seen for the first time are added.
+        """
         self.count += 1
         weight = max(1 / self.count, 1 / _BREADTH_MEMORY)
         for share, distance in self.now.items():
@@ -254,7 +263,10 @@ class Breadth(Remembered):
 
 @dataclass
 class Drawdown(Remembered):
-    """Two statistics that add up, round by round, the sigmas by which the held-out score is below its best level."""
+    """Two statistics that add up, round by round, the sigmas by which the held-out score is below its best level.
+
+    A sigma is the long-run standard deviation of the score. Stored state: 4 numbers.
+    """
 
     falls: list[float] = field(default_factory=lambda: [0.0, 0.0])
     zero: list[int] = field(default_factory=lambda: [0, 0])  # the last models at which they were zero
@@ -270,7 +282,8 @@ class Drawdown(Remembered):
         """Add the score of the base of round `model` to both statistics; returns alarms for those above their limit.
 
         `below`: how far the score is below its best level, in the metric's unit; `sigma`: its noise. `weight`: fraction
-        of the held-out items scored. A fall that only few shares show (`breadth`) gives no alarm but a warning.
+        of the held-out items scored. `threshold`: the setting, of which each limit is a fixed share. A fall that only
+        few shares show (`breadth`) gives no alarm but a warning.
         """
         below, alarms, self.narrow = in_sigmas(below, sigma), [], ""
         for index, (slack, share) in enumerate(CUSUMS):
@@ -305,7 +318,10 @@ def in_sigmas(value: float, sigma: float) -> float:
 
 
 def clipped(sigmas: float) -> float:
-    """The limited number of sigmas that one round adds to a statistic, before its slack is subtracted."""
+    """The number of standard deviations that one round adds to a statistic, before its slack is subtracted.
+
+    `sigmas`: standard deviations of the noise by which the score is off, limited to ±`CLIP`.
+    """
     return min(max(sigmas, -CLIP), CLIP)
 
 
@@ -316,7 +332,10 @@ OF_THE_HELD_GAIN = 0.25  # of what held-out has gained: a gap this size is no re
 
 @dataclass
 class HackingGap(Remembered):
-    """A statistic of the sigmas by which training has outrun the held-out score since that last improved."""
+    """A CUSUM of the gain of the training metric over that of the held-out score since this last improved.
+
+    Each round adds, in standard deviations of the noise, by how much that gain is above the allowed gap.
+    """
 
     statistic: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -334,8 +353,9 @@ class HackingGap(Remembered):
         """Add the gap of the base of round `model` to the statistic; returns a list of one alarm if it is above
         `threshold`.
 
-        `held`, `trained`: held-out score and training metric, less their first values. `allowed`: gap, in the metric's
-        unit, that does not count. `weight`: fraction of the held-out items scored. Empty before the first reference.
+        `held`, `trained`: held-out score and training metric, less their first values. `sigma`: noise of the score.
+        `allowed`: gap, in the metric's unit, that does not count. `weight`: fraction of the held-out items scored.
+        Empty before the first reference.
         """
         if self.reference is None:
             return []
@@ -356,7 +376,7 @@ class HackingGap(Remembered):
         return [Alarm(what, self.zero, advice, AlarmKind.GAP)]
 
     def learn(self, trained: float) -> None:
-        """Add the training metric of the next round to the current block."""
+        """Add `trained`, the training metric of the next round, to the mean of the current block of rounds."""
         self.training = [self.training[0] + trained, self.training[1] + 1]
 
     def end_block(self, model: int, held: float, least: float) -> None:

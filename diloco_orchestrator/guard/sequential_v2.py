@@ -96,7 +96,7 @@ def _best(scores: Sequence[float], coarse: float, lost: float) -> Found | None:
 
 @dataclass
 class V2Channels(V3Channels):
-    """The statistics of "sequential-v2"."""
+    """The statistics of the guard rule "sequential-v2" about held-out score and training metric."""
 
     noise: Noise = field(default_factory=LineNoise)
     gap_noise: Noise = field(default_factory=LineNoise)
@@ -104,7 +104,7 @@ class V2Channels(V3Channels):
 
 
 class SequentialV2(SequentialGuard):
-    """The guard rule "sequential-v2"."""
+    """The guard rule "sequential-v2", by which runs are judged that began with it."""
 
     name: ClassVar[str] = "sequential-v2"
     channels: ClassVar[type[MetricChannels]] = V2Channels

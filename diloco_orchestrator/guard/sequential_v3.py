@@ -26,7 +26,7 @@ class SteadyNoise(Noise):
 
 @dataclass
 class AnyFalls(Falls):
-    """`Falls` however small they are."""
+    """`Falls` that counts a fall of any size, also one of the score's smallest changes."""
 
     CUSUMS: ClassVar = ((0.35, 1.5, 6.0), (0.5, 2.0, 6.1))
     STEPS: ClassVar = 0.0
@@ -34,7 +34,7 @@ class AnyFalls(Falls):
 
 @dataclass
 class CollapseFromFirst(EarlyCollapse):
-    """`EarlyCollapse` that compares the run's first base too."""
+    """`EarlyCollapse`, the detector of a fall in a run's first rounds, that compares the first base too."""
 
     LEAVES_OUT_FOOT: ClassVar[bool] = False
 
@@ -57,7 +57,7 @@ class AllShares(FallingShares):
 
 @dataclass
 class V3Channels(MetricChannels):
-    """The statistics of "sequential-v3"."""
+    """The statistics of the guard rule "sequential-v3" about held-out score and training metric."""
 
     noise: Noise = field(default_factory=SteadyNoise)
     gap_noise: Noise = field(default_factory=SteadyNoise)
@@ -67,7 +67,7 @@ class V3Channels(MetricChannels):
 
 
 class SequentialV3(SequentialGuard):
-    """The guard rule "sequential-v3"."""
+    """The guard rule "sequential-v3", by which runs are judged that began with it."""
 
     name: ClassVar[str] = "sequential-v3"
     channels: ClassVar[type[MetricChannels]] = V3Channels

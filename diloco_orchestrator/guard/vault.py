@@ -32,7 +32,10 @@ class Answer:
 
 
 class Vault:
-    """The best base so far, and the alarm that awaits scores on the confirmation set. Stored state: 3 values."""
+    """The best base so far, and the guard's alarm that awaits scores on the confirmation set (a second held-out set).
+
+    Stored state: 3 values.
+    """
 
     def __init__(self) -> None:
         self._best: list[Any] | None = None  # held-out score and round of the best base that can be rebuilt
@@ -56,7 +59,7 @@ class Vault:
         return ""
 
     def ask(self, alarm: Alarm) -> str:
-        """Make an alarm wait for the next round's confirmation scores. Returns the sentence for the verdict."""
+        """Make an alarm wait for the next round's scores on the confirmation set. Returns the verdict's sentence."""
         assert self._best is not None
         against = self._best[1]
         kept = {name: value for name, value in asdict(alarm).items() if value is not None}
@@ -72,7 +75,7 @@ class Vault:
 
     @property
     def against(self) -> int | None:
-        """The round whose base the confirmation set is compared on next; None if no alarm awaits confirmation."""
+        """The round whose base is scored next on the confirmation set, beside the newest; None if no alarm waits."""
         return None if self._waiting is None else int(self._waiting["against"])
 
     def answer(

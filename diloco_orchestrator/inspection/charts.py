@@ -24,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a chart."""
+    """The horizontal axis of a chart: its name with the unit, and the smallest distance of two marks on it."""
 
     name: str  # with its unit
     least: float = 1.0  # the smallest distance of two marks

@@ -92,7 +92,7 @@ def display_for(console: Console, *, below: int, supervises: bool = False) -> It
 
 
 def log_to(console: Console) -> None:
-    """Send this process's warnings and progress notes through `console`, so that they do not tear the panel."""
+    """Send this process's log, from INFO on, to `console`, which prints its lines above a live display, not into it."""
     handler: logging.Handler = logging.StreamHandler(console.file)
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)

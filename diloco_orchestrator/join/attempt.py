@@ -140,11 +140,11 @@ class TakenAttempt:
         arguments: of this machine, behind those that the offered command has.
         env: of this machine, which the replica inherits; secrets in it are redacted in the output.
         clock: time, in seconds.
-        stamp: who writes the records, and when.
+        stamp: author, ids and times for records.
         every_s: pause between two requests to the bucket, seconds.
-        leaving: why the machine leaves; returns "" while it stays.
+        leaving: returns why the machine leaves, "" while it stays.
         start: starts the process.
-        lent: access of the machine's that is renewed; None: it has its own.
+        lent: temporary access to the store by an invitation's link, renewed here; None: the machine has an account.
     """
 
     def __init__(

@@ -131,12 +131,15 @@ class Lent(ABC):
         self.secrets: dict[str, str] = {}  # all that were used, by name, for redaction
 
     def environ(self, others: Mapping[str, str]) -> dict[str, str]:
-        """The variables `others` without those of accounts, and those by which a process finds this access."""
+        """The variables for a process that has this access and no other.
+
+        They are `others`, an environment, without its cloud credentials, and those that name the files of the access.
+        """
         return {**{name: value for name, value in others.items() if name not in OF_ACCOUNTS}, **self._variables}
 
     @contextmanager
     def in_this_process(self) -> Iterator[None]:
-        """Context in which this process, too, has this access and no account."""
+        """Context in which this process has this access and no cloud credentials of its own; restores them after it."""
         before = dict(os.environ)
         try:
             _replace_environ(self.environ(before))
@@ -146,11 +149,11 @@ class Lent(ABC):
 
     @abstractmethod
     def look(self, store: Store) -> None:
-        """Use newer access if it was granted and it is time to look. Raises as `find`."""
+        """Call `find` if newer access may have been granted by now. May be called often. Raises as `find`."""
 
     @abstractmethod
     def find(self, store: Store) -> None:
-        """Use the newest access that was granted to the link. What cannot be opened is passed over.
+        """Use the newest access that was granted to the link. Records that cannot be decrypted are skipped.
 
         Raises the store's errors.
         """
@@ -171,9 +174,10 @@ class LentCredentials(Lent):
     those that create objects: stores that are opened before `find` has found them create nothing.
 
     Args:
-        link: with the first ones.
+        link: where the run's folder is, and the key to decrypt newer credentials.
+        credentials: the first ones.
         folder: exists, on a disk of this machine.
-        clock: when newer ones are looked for, and how much of their life is left.
+        clock: time, by which newer ones are looked for before those in use end.
     """
 
     def __init__(self, link: Link, credentials: Credentials, folder: Path, clock: Clock) -> None:

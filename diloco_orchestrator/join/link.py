@@ -29,12 +29,12 @@ class Credentials(Part):
 
     @property
     def reads(self) -> Self:
-        """Those that read, alone."""
+        """The credentials that read the run, without those that create objects."""
         return self.model_copy(update={"creates": None})
 
     @property
     def ends(self) -> float:
-        """Seconds since 1970 at which the first of them end; 0 if that is not known."""
+        """Seconds since 1970 at which the first of these credentials expires; 0 if that is not known."""
         return self.not_after if self.creates is None else min(self.not_after, self.creates.not_after)
 
 

@@ -80,7 +80,7 @@ class Machine:
         say: prints a line for people.
         why_not: reason why an offer is not run here; empty if it may be.
         start: starts a replica's process.
-        lent: access that is renewed while this machine is in the run; None: it has its own.
+        lent: temporary access to the store by an invitation's link, renewed here; None: the machine has an account.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def policy_of(bucket: str, prefix: str, replica_id: int) -> dict[str, Any]:
 
 
 def longest_s(url: str, role: str | None) -> float:
-    """The most seconds for which the store of a run gives temporary credentials."""
+    """The most seconds for which the store of a run gives temporary credentials. `role`: as for `mint`."""
     is_r2 = r2_credentials.account_of(_endpoint_of(url, {}))
     return r2_credentials.LONGEST_S if is_r2 else _LONGEST_S["role" if role else "user"]
 

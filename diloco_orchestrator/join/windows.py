@@ -42,7 +42,7 @@ _CHECKS, _PIECES = 8, 32  # more of one round's checks, and of an attempt's outp
 
 
 def may_read(key: str, replica_id: int) -> bool:
-    """Whether the window of a replica lets it read the object at `key`, of the run."""
+    """Whether an invited replica gets a signed request to read the object at `key` (its window has one)."""
     named = keys.parse_attempt(key)
     saved = keys.parse_state(key)
     return not (
@@ -54,12 +54,12 @@ def may_read(key: str, replica_id: int) -> bool:
 
 
 def may_write(store: Store, there: Mapping[str, int], replica_id: int) -> Iterator[tuple[Operation, str]]:
-    """The objects that a replica may write by its window: ("create", key) or ("put", key).
+    """The objects for which an invited replica gets signed requests to write: ("create", key) or ("put", key).
 
-    `there`: the keys of the run's objects. They are those of its newest offered attempt, and of `ROUNDS` rounds from
-    the last one on; with as many payload shards, and pieces of a state, as others have written in any round so far, so
-    that in a run's first round a stranger waits for another replica's. Raises `RecordInvalid` for an offer that cannot
-    be read, and the store's errors.
+    They are those of its newest offered attempt, and of `ROUNDS` rounds from the last committed one on; with as many
+    payload shards, and pieces of a state, as others have written in any round so far, so that in a run's first round a
+    stranger waits for another replica's. `there`: sizes of the run's objects by key. Raises `RecordInvalid` for an
+    offer that cannot be read, and the store's errors.
     """
     attempt = max((who[1] for key in there if (who := keys.parse_joined(key)) and who[0] == replica_id), default=0)
     yield "create", keys.follows(replica_id)
@@ -124,7 +124,7 @@ _OfMachine: TypeAlias = dict[tuple[Operation, str], _Signed]  # by operation and
 
 
 class Windows:
-    """Signs and renews the windows of invited replicas' machines.
+    """Signs and renews windows: each the requests to the store that one invited replica's machine may send.
 
     Args:
         store: the run's folder, with an operator's keys.
@@ -139,9 +139,9 @@ class Windows:
         self._signed: dict[str, _OfMachine] = {}  # by the window's key
 
     def open(self, to: Invitation, lasts_s: float) -> Requests:
-        """Create the window of who was invited; returns the requests by which its machine finds and checks it.
+        """Create the window (signed requests) for an invitation; returns the requests by which its machine reads it.
 
-        `lasts_s`: for which each request is signed. Raises as `renew`.
+        `lasts_s`: seconds for which each request is valid. Raises as `renew`.
         """
         there = self._there()
         self._write(to, lasts_s, there)
@@ -151,7 +151,7 @@ class Windows:
         return _requests(self._updated({}, wanted, self._stamp()["at"] + lasts_s))
 
     def renew(self) -> None:
-        """Sign what was not signed before for everybody who has a window, and anew what has passed half of its life.
+        """Sign the requests that each window (an invited machine's) lacks, and anew those past half of their life.
 
         Nobody gets any who was revoked, whose link has expired on this process's clock, or who was invited before the
         last rotation of the run's keys. Raises `ConfigError` for a run of more than `MOST_READS` objects, and the
@@ -250,7 +250,7 @@ class LentRequests(Lent):
         self._use(base64.urlsafe_b64decode(link.requests))
 
     def look(self, store: Store) -> None:
-        """Use newer requests, at each call: later objects are not known to the machine without. Raises as `find`."""
+        """Call `find` every time, because the requests at hand do not cover objects written later. Raises as `find`."""
         self.find(store)
 
     def find(self, store: Store) -> None:

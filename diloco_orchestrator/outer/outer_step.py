@@ -152,7 +152,10 @@ def step(base: Base, average: Mapping[str, torch.Tensor], outer: OuterConfig) ->
 
 
 def part_of(manifest: Contribution, weight: float, read: ReadShard) -> Part:
-    """A contribution as a `Part`, the input of an average. Raises `PayloadCorrupt` if it has no payload."""
+    """A contribution as a `Part`, the input of an average. Raises `PayloadCorrupt` if it has no payload.
+
+    `read`: (manifest, shard index) -> verified bytes.
+    """
     if manifest.payload is None:
         raise PayloadCorrupt(f"replica {manifest.replica_id} is averaged in round {manifest.round} without a payload.")
     return Part(manifest.replica_id, weight, manifest.payload, functools.partial(read, manifest))

@@ -36,7 +36,7 @@ class BaseClaim:
 def that_count(claims: Sequence[BaseClaim], invited: Collection[int]) -> list[BaseClaim]:
     """The claims by which a round's base is decided: those of launched replicas; all where no such replica claims.
 
-    `invited`: replicas of strangers, which may be more than the launched ones and one person's.
+    `invited`: replicas of strangers, of which one person could run more than were launched.
     """
     return [claim for claim in claims if claim.replica_id not in invited] or list(claims)
 

@@ -62,7 +62,7 @@ class OpenDeal:
         self._deal()
 
     def of(self, replica_id: int) -> "Dealt":
-        """The numbers dealt to a replica in the round after the last commit added."""
+        """The batches dealt to a replica in the round after the last commit added."""
         return Dealt(self._dealt[self.round + 1, replica_id], self.size)
 
     def _deal(self) -> None:

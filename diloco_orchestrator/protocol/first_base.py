@@ -21,7 +21,10 @@ class ChosenStart:
 
 
 def chosen_start(follows: Mapping[int, Sha256], replicas: int) -> ChosenStart | None:
-    """The start record (of a first base) that most replicas adopted; in a tie the lowest id's; None without votes."""
+    """The start record (of a first base) that most replicas adopted; in a tie the lowest id's; None without votes.
+
+    `follows`: digest of the adopted start record, by replica id. `replicas`: number of replicas of the run.
+    """
     if not follows:
         return None
     counts = Counter(follows[replica_id] for replica_id in sorted(follows))

@@ -199,7 +199,10 @@ window = Form("join/windows/<epoch>/<id>.<identity>.json")  # overwritten
 
 
 def parse_invited(key: str) -> tuple[int, int, str] | None:
-    """(epoch, replica_id, identity) of a record about an invitation, such as its revocation; None for any other key."""
+    """(epoch, replica_id, identity) of a record about an invitation, such as its revocation; None for any other key.
+
+    The epoch counts from 1, and one more after each replacement of the run's keys.
+    """
     found = invitation.parse(key) or revocation.parse(key) or grant.parse(key) or window.parse(key)
     return (found[0], found[1], found[2]) if found else None
 
@@ -410,7 +413,7 @@ def snapshot(round_: int, name: str, take: str = SHARED_TAKE) -> str:
 
 
 def snapshot_url(store_url: str, round_: int, take: str = SHARED_TAKE) -> str:
-    """The address of a snapshot's folder, for people and for `from_pretrained`."""
+    """The URL of the folder of a snapshot's version `take`, for people and for `from_pretrained`."""
     return f"{store_url}/{snapshot(round_, '', take)}".removesuffix("/")
 
 

@@ -39,7 +39,7 @@ def heartbeats_read_s(config: RunConfig, round_s: float) -> float:
 
 
 def longest_wait_s(config: RunConfig, round_s: float) -> float:
-    """Seconds after which a replica that waits for others, or trains on while they may end the round, has looked again.
+    """The longest pause in seconds between polls of a replica that waits, or trains while others may end the round.
 
     A fiftieth of a round of `round_s` seconds, at most `_LONGEST_WAIT_S`; at least `timing.poll_s`.
     """
@@ -58,7 +58,7 @@ def waiting(config: RunConfig, round_s: float, spread_s: float) -> Backoff:
 
 
 def waits_long_s(round_s: float) -> float:
-    """Seconds between a waiting replica's polls for rare events, as a replica given up: 10, in long rounds 60."""
+    """Seconds between a waiting replica's polls for rare events, such as a replica given up: 10, in long rounds 60."""
     return max(10.0, min(round_s / 20, 60.0))
 
 
@@ -87,7 +87,7 @@ def seldom_read_s(round_s: float) -> float:
 
 
 def records_read_s(round_s: float) -> float:
-    """Seconds between two polls for records of an attempt whose provider reports no status: 1 to 15, a tenth round."""
+    """Seconds between polls for records of an attempt whose provider reports no status: a tenth of a round, 1 to 15."""
     return max(1.0, min(round_s / 10, 15.0))
 
 

@@ -145,7 +145,7 @@ class Start(Record):
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
-        """The fragments that rounds synchronise in turn: all but the residuals of exact adapters."""
+        """The fragments that rounds synchronise in turn: all but the residuals of exactly averaged LoRA adapters."""
         return self.fragments[:-1] if self.adapters else self.fragments
 
     @property

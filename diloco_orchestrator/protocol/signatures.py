@@ -99,7 +99,10 @@ LONGEST_LINE = 1024  # bytes of a signature's line
 
 
 def operator_bytes(run_sha256: Sha256, epoch: int, key: str) -> bytes:
-    """The bytes that the run's key signs to certify `key` (as `public_text`) for a launcher or coordinator."""
+    """The bytes that the run's key signs to certify `key` (as `public_text`) for a launcher or coordinator.
+
+    `epoch`: number of the keys, from which on the certificate is valid: 1, and one more after each rotation.
+    """
     return b"diloco operator 1\n%s\n%d %s\n" % (run_sha256.encode(), epoch, key.encode())
 
 

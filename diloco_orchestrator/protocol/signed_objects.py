@@ -54,9 +54,10 @@ class StoredName:
 
 
 def stored_name(key: str, take: int, signature: bytes) -> str:
-    """The name under which a signed run stores the object at `key`: key, take and `signature`, which covers the object.
+    """The name under which a signed run stores the object at `key`: made of key, `take` and `signature`.
 
-    `take`: 0, or above it where unsigned objects have the names before.
+    `take`: number of the name, from 0; above 0 where unsigned objects have the names before. `signature`: of
+    `named_bytes`, by the key that signs names.
     """
     return str(StoredName(key, take, to_text(signature)))
 

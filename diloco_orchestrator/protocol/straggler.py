@@ -138,7 +138,7 @@ class RoundTimes:
 
     @cached_property
     def deadline(self) -> StragglerDeadline | None:
-        """The straggler deadline that follows from the reported train times; None while none of these is used."""
+        """The straggler deadline that follows from the train times; None while none counts (see `RoundTimes`)."""
         most = {i: _MOST_TIMES * _usual(self.typical_s, i, self.own) for i in self.typical_s}
         believed = [
             reported.train_s if at[1] == self.own else min(reported.train_s, max(most[at[1]], reported.seen_s or 0.0))

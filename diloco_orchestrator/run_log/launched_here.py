@@ -113,7 +113,10 @@ def settings_begun_here(run_log: RunLog) -> frozenset[Sha256]:
 
 
 def head_seen_here(store: Store) -> str:
-    """The noted newest commit (`Head` as text) of a run launched here; empty if none is noted."""
+    """The newest commit that this user's processes on this machine have seen of a run launched here, as `Head` text.
+
+    Empty if none is noted in the run's file outside the bucket, or the file cannot be read.
+    """
     head = _known(store).get("head", "")
     return head if isinstance(head, str) else ""
 

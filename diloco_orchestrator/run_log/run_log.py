@@ -250,7 +250,7 @@ class RunLog(LegRecords):
         return self._kept(found)
 
     def doubt(self) -> None:
-        """Check all verdicts since the last start or resume from now on: a record contradicts the commits."""
+        """Check all verdicts since the last start or resume from now on, because a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
 
@@ -286,10 +286,10 @@ class RunLog(LegRecords):
         return self._position
 
     def newest(self, begin: Begin) -> CommitEntry | None:
-        """The newest commit since `begin` (a start or resume); None before the run's first commit.
+        """The newest commit of the run, whose newest start or resume is `begin`; None before the run's first commit.
 
-        Before the first one since `begin`, the last one before it. Reads only the end of a long log, without checking
-        the chain up to there.
+        Before the first commit since `begin` it is the one from whose base the run was resumed. Reads only the end of a
+        long log, without checking the chain up to there.
         """
         if self.start() is None:
             return None
@@ -392,13 +392,16 @@ class RunLog(LegRecords):
         return sorted(self.snapshot_takes())
 
     def snapshot_takes(self) -> dict[int, list[str]]:
-        """The complete versions of every snapshot, by round, the shared one first. One LIST request."""
+        """The result of `complete_takes` for this run: the complete versions of every snapshot, by round. One LIST."""
         takes = complete_takes(self.store)
         self.snapshot_seen = max([self.snapshot_seen, *takes])
         return takes
 
     def snapshot(self, round_: int, take: str = keys.SHARED_TAKE) -> Snapshot:
-        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it."""
+        """The record of a complete snapshot. Raises `ObjectMissing` if there is none: retention may have deleted it.
+
+        `take`: name of the version.
+        """
         found = self._read(Snapshot, keys.snapshot(round_, keys.SNAPSHOT_RECORD, take))
         if found is None:
             raise ObjectMissing(f"{self.store.url} has no complete snapshot {round_} any more. Use a later one.")
@@ -417,7 +420,10 @@ class RunLog(LegRecords):
 
 
 def complete_takes(store: Store) -> dict[int, list[str]]:
-    """The complete versions of every snapshot, by round, the shared one first. One LIST request."""
+    """The names of the complete versions of every snapshot, by round. One LIST request.
+
+    The version that every replica may write, named "", comes first, then those that one writer alone may write.
+    """
     takes: dict[int, list[str]] = {}
     for info in store.list(keys.SNAPSHOTS):
         parsed = keys.parse_snapshot_record(info.key)

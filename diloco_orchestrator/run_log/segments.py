@@ -209,11 +209,11 @@ class Manifests:
         self._by_sha256 = {sha256_hex(line): line for line in lines}
 
     def lacks(self, line: bytes) -> bool:
-        """Whether the segment should hold the line of a manifest and does not; a line without room need not be in."""
+        """Whether the segment lacks the line of a manifest though it has room for it; a full one may leave out some."""
         return sha256_hex(line) not in self._by_sha256 and self._size + len(line) <= MOST_MANIFESTS
 
     def find(self, sha256: str) -> bytes | None:
-        """The exact bytes of the manifest with this digest, or None if the segment lacks it."""
+        """The exact bytes of the manifest with this digest; None if the segment, which joins many, lacks it."""
         return self._by_sha256.get(sha256)
 
 

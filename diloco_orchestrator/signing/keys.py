@@ -154,7 +154,10 @@ class RunKey:
         return _derived(self.seed, b"names %d" % epoch)
 
     def operator(self, run_sha256: Sha256, epoch: int = 1) -> Signer:
-        """The private keys of the launcher, and of a coordinator on its machine: the same at every call."""
+        """The private keys of the launcher, and of a coordinator on its machine: the same at every call.
+
+        `epoch`: number of the keys: 1, and one more after each rotation.
+        """
         key = _derived(self.seed, b"operator %s %d" % (run_sha256.encode(), epoch))
         certificate = self.certified(run_sha256, epoch, public_key_of(key))
         return Signer(key, tuple(map(self.names, range(1, epoch + 1))), certificate, self.private)

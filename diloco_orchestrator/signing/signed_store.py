@@ -197,9 +197,9 @@ class SignedStore(Store):
     A folder without run.json, or with that of an unsigned run, is `beneath` itself. Objects that no log rests on, such
     as run.json, code, snapshots and trials, are passed through (`protocol.signed_objects.is_named`).
 
-    Calls raise what those of `beneath` do, writing `ConfigError` if this process has no key. A record whose name holds
-    what nobody signed, which only who holds a key of the run or may overwrite objects can bring about, gets the next of
-    its names (take): the first take with a signature is the record.
+    Calls raise what those of `beneath` do, writing `ConfigError` if this process has no key. Somebody who holds a
+    key of the run, or may overwrite objects, can put an unsigned object under the name of a record. The record is then
+    written under its next name (`take`), and read from the first of its names that has a signed object.
     """
 
     def __init__(self, beneath: Store, environ: Mapping[str, str]) -> None:

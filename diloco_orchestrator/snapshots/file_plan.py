@@ -77,7 +77,10 @@ class PlannedFile:
 
 
 def plan_files(group: str, specs: Mapping[str, TensorSpec], limit: int) -> list[PlannedFile]:
-    """The safetensors files, in the order of their names, that hold these tensors of a group ("model", "outer")."""
+    """The safetensors files, in the order of their names, that hold these tensors of a group ("model", "outer").
+
+    `specs`: by name. `limit`: bytes of the largest file.
+    """
     whole = PlannedFile(f"{group}.safetensors", dict(specs))
     if whole.size <= limit:
         return [whole]
@@ -102,7 +105,7 @@ def index_name(group: str) -> str:
 
 
 def index_bytes(files: Iterable[PlannedFile]) -> bytes:
-    """The index file of a group with more than one file, in transformers' format."""
+    """The index file of a group of tensors ("model", "outer") in more than one file, in transformers' format."""
     files = list(files)
     index = {
         "metadata": {"total_size": sum(spec.nbytes for each in files for spec in each.specs.values())},

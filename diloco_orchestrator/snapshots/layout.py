@@ -336,7 +336,7 @@ def info_of(data: bytes) -> FileInfo:
 
 
 def existing_files(store: Store, round_: int, take: str = keys.SHARED_TAKE) -> set[str]:
-    """The names of a snapshot's files in the bucket, complete or not. One LIST request."""
+    """The names of a snapshot's files in the bucket, complete or not. One LIST request. `take`: the version."""
     folder = keys.snapshot(round_, "", take)
     return {info.key.removeprefix(folder) for info in store.list(folder)}
 

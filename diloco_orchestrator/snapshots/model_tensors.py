@@ -163,7 +163,7 @@ def digest_of(
 ) -> BulkDigest:
     """The digest over names, dtypes, shapes and bytes of tensors on any device, in name order.
 
-    `others`: what `_line` gives of further tensors, by name.
+    `others`: of further tensors, by name, the JSON list of name, dtype, shape and digest (`_line`).
     """
 
     def line(name: str) -> str:

@@ -58,7 +58,7 @@ class PiecesOfRanks:
         return torch.cat([piece[at : at + stop - start] for start, stop, at in cut]).cpu()
 
     def digests(self, names: Sequence[str]) -> dict[str, BulkDigest]:
-        """In rank 0: the digests of the numbers of these tensors, each hashed by one rank, which are in turn."""
+        """In rank 0: the digests of the numbers of these tensors. Each is hashed by one rank; the ranks take turns."""
         found: dict[str, BulkDigest] = {}
         for each in self.owners.each(_digests, self, names):
             found |= each

@@ -70,7 +70,10 @@ def _saved(savers: Sequence[Any]) -> dict[str, bytes]:
 
 
 def readme(class_name: str, adapter: AdapterFolder | None, tied: Mapping[str, str]) -> str:
-    """Instructions to load a snapshot of a model that `AutoModel.from_pretrained` does not know."""
+    """Instructions to load a snapshot of a model that `AutoModel.from_pretrained` does not know.
+
+    `class_name`: the model's. `tied`: second names of tied tensors, with the names under which they are stored.
+    """
     if adapter is not None and adapter.naming.is_adapter:
         return adapter_readme(adapter.base_name)
     strict, words = "", "" if adapter is None else _RESIDUALS

@@ -144,7 +144,7 @@ class StoredState:
         return header.metadata, tensors
 
     def taken(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop), which can be read no more."""
+        """Bytes [start, stop), whose memory is freed here: they cannot be read again."""
         return self._sent_here(start, stop, last=True)
 
     def _sent_here(self, start: int, stop: int, last: bool = False) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class SplitItem:
-    """One item of the data to split."""
+    """One item of the data to split: its content, the group that stays together, and the items it was made from."""
 
     id: str  # unique
     content: Any  # text, bytes or JSON

@@ -172,7 +172,10 @@ class ObstoreEngine(Store):
             return self._range(key, start, end)
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        """The object's file. None for a cloud store, and for a folder on a network file system."""
+        """The object as an open file. None for a cloud store, and for a folder on a network file system.
+
+        Raises `ObjectMissing` if it does not exist.
+        """
         if not self._gives_files or not _PLAIN.fullmatch(key):
             return None
         with self._translating("read", key):

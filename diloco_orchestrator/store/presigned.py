@@ -56,7 +56,7 @@ class Requests:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Raises `ValueError` for bytes that are no requests."""
+        """The requests that `to_bytes` encoded. Raises `ValueError` for any other bytes."""
         try:
             unpacked = zlib.decompressobj().decompress(data, _MOST_BYTES)
             said = json.loads(unpacked)

@@ -286,12 +286,12 @@ def _endpoint_of(session: Any) -> str | None:
 
 
 def is_anonymous() -> bool:
-    """Whether the environment asks for requests without a signature, in the words of obstore's stores."""
+    """Whether the environment asks for requests without a signature, by obstore's variable `AWS_SKIP_SIGNATURE`."""
     return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
 
 
 def pays_for_requests() -> bool:
-    """Whether the environment offers to pay for reading a bucket whose requester pays, in the words of obstore."""
+    """Whether the environment offers to pay for reading a bucket whose requester pays (`AWS_REQUEST_PAYER`)."""
     return os.environ.get("AWS_REQUEST_PAYER", "").lower() in ("requester", "true")
 
 

@@ -1,8 +1,8 @@
 """`UploadLimits`: how long a request that writes may take before it counts as lost.
 
 HTTP clients take one limit for a whole request, from its first byte to the answer. A short one ends every large upload
-over a slow line; with a long one an answer that was lost holds a fast line for minutes. So the limit follows from the
-number of bytes and from how fast the latest ones went. Where the other side takes no bytes at all, the connection ends
+over a slow network; with a long one a lost answer is waited for minutes over a fast network. So the limit follows from
+the number of bytes and from the speed of the latest writes. Where the server takes no bytes at all, the connection ends
 after `LEAST_S` whatever the limit is.
 """
 
@@ -37,10 +37,10 @@ class UploadLimits:
 
     @contextmanager
     def timed(self, size: int) -> Iterator[float]:
-        """Context around a write of `size` bytes, whose limit in seconds it gives. It learns how fast the write was.
+        """Context around a write of `size` bytes: yields its limit in seconds, and measures the speed of the write.
 
-        After a write that failed at its limit the others get the time of the slowest rate, which is `SLOWEST`, and half
-        of it after a write that failed with that time: a line that turned slow costs one lost write.
+        After a write that failed at its limit, later ones get the time that they take at the slowest rate: `SLOWEST`,
+        halved each time that a write fails with the time of that rate. So a network that turns slow costs one write.
         """
         limit_s, slowest, began = self.limit_s(size), self._slowest, self._clock.now()
         try:

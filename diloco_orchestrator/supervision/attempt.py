@@ -146,7 +146,7 @@ def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str
     """The transition of an attempt to the state `Ended`.
 
     A cancelled attempt ends as an error, or as vacated if the run was scaled down, unless its outcome is done or
-    superseded.
+    superseded. `fault`: type and line of the error in its exit record; empty if there is none.
     """
     if outcome is Outcome.SUPERSEDED:
         words = "it exited because another process has its replica, which is followed now"

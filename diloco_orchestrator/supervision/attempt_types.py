@@ -123,7 +123,10 @@ class Cancelling(Alive):
 
 @dataclass(frozen=True)
 class Ended:
-    """State: the attempt is over; another one may follow. SUPERSEDED only until the successor is found."""
+    """State: the attempt is over; another one may follow.
+
+    An attempt with outcome SUPERSEDED is in this state until the later attempt that superseded it is read.
+    """
 
     outcome: Outcome
     at: float  # when this coordinator learned of it

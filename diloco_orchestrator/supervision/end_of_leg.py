@@ -37,7 +37,7 @@ class EndOfLeg:
         self._stamp = stamp
 
     def reached(self) -> bool:
-        """Whether the run has stopped since `begin`: by a stop commit or a result. Costs two GETs while it goes on."""
+        """Whether the run has stopped since its last start or resume: by a stop commit or a result. Up to two GETs."""
         last = self._last()
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 

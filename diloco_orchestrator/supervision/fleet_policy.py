@@ -173,7 +173,7 @@ def _of_common_causes(fleet: Sequence[ReplicaView]) -> int:
 
 
 def places_of_common_causes(fleet: Sequence[ReplicaView]) -> set[str]:
-    """The places at which two replicas were given up for one cause, of which a commit averaged neither."""
+    """The places (executors) where two replicas, of which no commit averaged any, were given up for the same cause."""
     lost = [(each.place, each.state.cause) for each in fleet if isinstance(each.state, GivenUp) and not each.took_part]
     return {place for (place, _), count in Counter(lost).items() if count > 1}
 

@@ -233,7 +233,10 @@ class PlaceBook:
 
 
 def limits_of(config: RunConfig, usd_per_hour: float | None) -> placing.Limits:
-    """The limits on replicas and costs for choosing places, of a run with this configuration."""
+    """The limits on replicas and costs for choosing places (executors), of a run with this configuration.
+
+    `usd_per_hour`: of all machines together.
+    """
     return placing.Limits(config.replicas, config.most_replicas, usd_per_hour, config.max_replicas is not None)
 
 

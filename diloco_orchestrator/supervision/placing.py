@@ -194,10 +194,10 @@ def place(view: PlacesView, now: float, limits: Limits) -> Decision:
 
     Never launches what would exceed `usd_per_hour`, nor anything at a place that is paused after refusals. Beyond
     `limits.least` replicas it launches only at places that cost no more than a fourth more per token than the cheapest,
-    and about as much as tokens have cost so far: whatever costs more raises the cost of the whole run. A machine whose
-    tokens have cost a start more than at a place that has machines is replaced by one there. A try of a place that is
-    not known to have any waits for a round's end, for a cost of at most `LESS` times, and for `ROUNDS_BETWEEN_MOVES`
-    rounds since the last one.
+    and about as much as tokens have cost so far: whatever costs more raises the cost of the whole run. A machine is
+    replaced by one at a cheaper place that has machines once it has cost more, for the same tokens, by what a start
+    there costs. A place that is not known to have machines is tried at a round's end, if its tokens cost at most `LESS`
+    times as much, and not within `ROUNDS_BETWEEN_MOVES` rounds of the last move.
     """
     why = ""
     for rule in (_too_dear, _too_many, _missing, _waits_too_long, _try, _needless, _overpaying, _offer):

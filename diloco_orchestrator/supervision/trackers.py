@@ -116,7 +116,7 @@ class RoundTracker:
 
 @dataclass(frozen=True)
 class SentRun:
-    """The result of one call of `send_run`."""
+    """The result of one call of `send_run`: the experiment, the run's rounds, and how many of them were sent."""
 
     run_id: str  # the experiment's name in the tracker
     rounds: int  # of the run, when it was read last

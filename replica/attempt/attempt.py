@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def is_invited(self) -> bool:
-        """Whether a stranger runs this replica, by a link: it contributes, and writes nothing that others rest on."""
+        """Whether a stranger runs this replica by an invitation: it contributes, and writes no commit or snapshot."""
         return self.replica_id in self.config.invited
 
     @property

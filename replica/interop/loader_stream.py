@@ -57,7 +57,11 @@ class Deal:
 
     @classmethod
     def over(cls, ranks: Sequence[int], replica_id: int, rank: int = 0, block: int = 1) -> "Deal":
-        """The assignment of batches to a rank of a replica. `ranks`: the number of ranks of each replica."""
+        """The assignment of batches to rank `rank` of a replica.
+
+        `ranks`: their number in each replica, in the order of ids. `block`: batches that a rank takes in a row, before
+        other replicas take theirs.
+        """
         return cls(sum(ranks[:replica_id]), ranks[replica_id], rank, sum(ranks), block, even=max(ranks) > 1)
 
     def takes(self, index: int) -> bool:

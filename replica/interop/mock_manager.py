@@ -39,7 +39,10 @@ class MockManager(TorchftManager):
 
     @classmethod
     def group(cls, replicas: int, start_step: int = 0, outer: OuterConfig | None = None) -> "list[MockManager]":
-        """The managers of `replicas` replicas that average with each other, one per thread, in order of their ids."""
+        """The managers of `replicas` replicas that average with each other, one per thread, in order of their ids.
+
+        `start_step`: number of outer steps in the first base. `outer`: the outer optimizer; default: `OuterConfig()`.
+        """
         table = _Table(replicas)
         return [cls(replica_id, table, start_step, outer) for replica_id in range(replicas)]
 

@@ -35,7 +35,10 @@ class ListensToRewards(Protocol):
         ...
 
     def new_tap(self, weight: float) -> RewardTap:
-        """A new recorder of one reward function's results, emptied after each inner step. `weight`: in the sum."""
+        """A new recorder of one reward function's results, emptied after each inner step.
+
+        `weight`: factor of this function's rewards in the sum over all functions.
+        """
         ...
 
 

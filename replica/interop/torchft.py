@@ -298,7 +298,7 @@ class ObjectStoreManager(TorchftManager):
             storage_options: credentials and endpoint as s3fs spells them.
 
         Raises:
-            ConfigError: processes of one group join with other ids, of which some are equal.
+            ConfigError: some processes of torch's default group, but not all, join with the same `replica_id`.
             RunFolderTaken: the folder holds a run with another configuration.
         """
         clock = clock or SystemClock()

@@ -55,8 +55,8 @@ class RangePublished(BaseException):
 class Repetition:
     """One replica's training in one round, to be repeated on the bucket as it was then.
 
-    `view`: the run's folder as it was, with what the repetition writes. `attempt`: of the repetition, which ends by
-    `RangePublished`.
+    `view`: the run's folder as it was, with what the repetition writes. `attempt`: the attempt that trains; it ends
+    when its store raises `RangePublished`, once the manifest is written.
     """
 
     view: PointInTimeView

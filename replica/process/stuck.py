@@ -57,7 +57,7 @@ class StuckWatch:
     def stack(self) -> str | None:
         """The training thread's stack as a traceback that ends in an error, if it is stuck; else None.
 
-        Call it every `timing.heartbeat_s` seconds; a call soon after a sample is none.
+        Call it every `timing.heartbeat_s` seconds. A call soon after the last sample takes none and returns None.
         """
         now = self._clock.now()
         if now - self._at < self._every_s:

@@ -25,7 +25,7 @@ class Work:
 
     @classmethod
     def of_this_process(cls) -> "Work":
-        """Their sum now. Bytes count as 0 where the system does not count them, as on macOS and in gVisor."""
+        """The sum over this process and its descendants. Bytes are 0 where they are not counted: macOS, gVisor."""
         this = psutil.Process()
         cpu_s, moved = 0.0, _received() if sys.platform == "linux" else 0
         for process in [this, *this.children(recursive=True)]:

@@ -87,7 +87,8 @@ def digest_of_average(attempt: Attempt, commit: Commit, index: int, lengths: Seq
     """Digest of the average of one shard that a commit determines, computed from the payloads and encoded as published
     ones.
 
-    Raises `PayloadCorrupt` for a payload that is damaged or deleted, `RecordInvalid` or `ObjectMissing` for a manifest.
+    `lengths`: elements of each shard. Raises `PayloadCorrupt` for a payload that is damaged or deleted, `RecordInvalid`
+    or `ObjectMissing` for a manifest.
     """
     reader = ContributionReader(attempt.store, attempt.background)
     named = [(reader.named(commit.round, answer), answer.weight) for answer in commit.answers if answer.averaged]

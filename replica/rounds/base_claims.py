@@ -118,13 +118,13 @@ class BaseClaims:
         return contradictions(claims, self.digest, self._asked_now())
 
     def confirms_alone(self, claims: Iterable[BaseClaim]) -> bool:
-        """Whether a snapshot of the base needs a second opinion: only this replica names its digest, and never verified
-        it.
+        """Whether the base must be rebuilt and compared before a snapshot of it: no other replica names its digest.
 
-        It needs one if it is that of the last base, or a due one of a base made of several contributions, because its
-        writer does not rebuild it. Otherwise a commit of the open round would confirm the base by the memory that it
-        came from. The rebuild with which an attempt begins is compared with nothing, so it verifies nothing. The first
-        base of the run is the start record's. `claims`: the base digests that the round's manifests name.
+        True if a snapshot is due, of the last base or of one made of several contributions, and this replica has not
+        verified it. A commit of the open round would otherwise confirm a wrong base by the digest that this replica
+        computed from its own memory. The rebuild with which an attempt begins is compared with nothing, so it verifies
+        nothing. False for the run's first base, whose digest is in the start record. `claims`: the base digests that
+        the round's manifests name.
         """
         made_in = self._tip.value.base_round
         if made_in == 0 or self.is_verified or self._not_rebuilt_in == self._round:
@@ -139,9 +139,9 @@ class BaseClaims:
     def heal(self, claims: Collection[str]) -> bool:
         """Rebuild the open round's base from the bucket because others claim other digests; once per digest and round.
 
-        It is rebuilt a second time if no claim has the new digest, because a rebuild can go wrong too. Returns whether
-        the base changed; False without a rebuild if `claims` has no digest but its own and those for which it was
-        rebuilt in this round. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
+        It is rebuilt again if no claim has the new digest (`verify`). Returns whether the base changed; False without a
+        rebuild if `claims` has no digest but its own and those for which it was rebuilt in this round. Raises
+        `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
         asked, before = self._asked_now(), self.digest
         if not (new := set(claims) - asked - {before}):
@@ -165,15 +165,17 @@ class BaseClaims:
             return False
 
     def verify(self, known: Collection[str]) -> bool:
-        """Rebuild the open round's base, twice if the first result's digest is not in `known`, the claimed ones.
+        """Rebuild the open round's base until a digest is in `known`, the claimed ones, or comes twice; three times at
+        most, because a rebuild can go wrong too.
 
         Returns whether its bits changed. Raises `PayloadCorrupt` or `RecordInvalid` if it cannot be rebuilt.
         """
-        tip, before = self._tip, self.digest
-        for _ in range(2):
+        tip, before, seen = self._tip, self.digest, set(known)
+        for _ in range(3):
             rebuilt = self._requests.rebuild_beside(tip.base, tip.position.round)
-            if rebuilt.digest in known:
+            if rebuilt.digest in seen:
                 break
+            seen.add(rebuilt.digest)
         rebuilt.correct(tip.base)
         tip.borrowed = False
         corrected = replace(tip.value, snapshot_round=rebuilt.snapshot_round)

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count, islice
 
 from diloco_orchestrator.clock import in_parallel
-from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.guard.strangers import StrangersWork
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards, WorkScore, barred_after
@@ -174,7 +174,10 @@ class Checks:
         return self._work.of(manifests, received.shard)
 
     def _hear(self, key: str, replica_id: int, number: int) -> None:
-        """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count."""
+        """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count.
+
+        Nor does one that was listed and is missing: in a signed run its author has not signed it.
+        """
         try:
             data = read_record(self._attempt.store, key)
             record = Checked.from_bytes(data, key)
@@ -183,7 +186,7 @@ class Checks:
                 raise RecordInvalid(f"{key} holds the record of another round, leg or replica.")
             if why := self._attempt.authors.why_not(record):
                 raise RecordInvalid(f"{key} is nobody's: {why}.")
-        except RecordInvalid as error:
+        except (RecordInvalid, ObjectMissing) as error:
             log.warning("round %d: a check record of replica %d does not count: %s", self._round, replica_id, error)
             self._keys[key] = None
             return

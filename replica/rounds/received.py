@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.round_metrics import check_repeatable
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
-from diloco_orchestrator.run_log.reader import read_record
+from diloco_orchestrator.run_log.reader import read_optional, read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
@@ -166,11 +166,12 @@ class ReceivedResponses:
     def receive(self, unread: Mapping[int, str], expected: ExpectedContribution) -> None:
         """Fetch and verify responses in two round trips: all unread manifests, then their assigned payload shards.
 
-        A manifest that is not by the attempt it names counts as unverifiable. Claims of attempts not seen before are
-        fetched together with the payloads. This replica's own payload is not read back.
+        A manifest that is not by the attempt it names counts as unverifiable; one that was listed and is missing is no
+        response, as it was deleted or, in a signed run, its author has not signed it. Claims of attempts not seen
+        before are fetched together with the payloads. This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
-        read = in_parallel(self._background, calls)
+        read = [each for each in in_parallel(self._background, calls) if each is not None]
         readable = [(each.manifest, each.answer.kind) for each in read if each.manifest is not None]
         checking = self._background.start(lambda: self._authors.why_not_each([manifest for manifest, _ in readable]))
         damaged = self._damaged([manifest for manifest, kind in readable if kind == "delta"], expected)
@@ -245,8 +246,9 @@ class ReceivedResponses:
 
     # -- verifying -----------------------------------------------------------------------------------------------
 
-    def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
-        return self._parsed(key, read_record(self._store, key), replica_id, expected)
+    def _read(self, key: str, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution | None:
+        data = read_optional(self._store, key)
+        return None if data is None else self._parsed(key, data, replica_id, expected)
 
     def _parsed(self, key: str, data: bytes, replica_id: int, expected: ExpectedContribution) -> ReceivedContribution:
         """The response whose exact bytes are `data`, without its payload."""

@@ -158,7 +158,7 @@ class RoundTiming:
         return True
 
     def may_be_committed(self) -> bool:
-        """Whether others may end the open round without this replica's response, or one that it waits for."""
+        """Whether others may end the open round without this replica: they do not wait for it, or not much longer."""
         if not self.elastic or self._tip.open.final_evaluation:
             return False
         deadline = self.deadline()

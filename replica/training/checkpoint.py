@@ -29,7 +29,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class SavedState:
-    """A training state read from the bucket, and the contribution whose manifest names it. It is loaded once."""
+    """A training state read from the bucket, and the contribution it was saved with. Loading it frees its tensors."""
 
     contribution: Contribution
     optimizer: Mapping[str, Any]  # with a `StoredTensor` for each tensor

@@ -92,19 +92,22 @@ class ExactAdapters:
         return AdapterPair(a=name_a, b=name_b, weight=weight_name, residual=residual, scaling=float(scaling))
 
     def model_files(self, tokenizer: Any) -> ModelFiles:
-        """The model's parts of a snapshot, which has the frozen weights with residuals."""
+        """The model's parts of a snapshot, in which the residuals are added to the frozen weights (see `install`)."""
         return ModelFiles.of(self._model, tokenizer, self.pairs, self._frozen)
 
     @torch.no_grad()
     def install(self, base: Base) -> None:
-        """Set the adapted weights of the model to their first values plus the residuals of a base."""
+        """Set the frozen weights that have adapters to their first values plus the residuals of a base.
+
+        A residual is the part of an averaged product B A that the adapter's factors cannot hold.
+        """
         for pair in self.pairs:
             residual = base.parameters[pair.residual]
             self._weights[pair.weight].copy_(merged(self._frozen[pair.weight], residual, pair.scaling))
 
     @contextmanager
     def holding(self, base: Base) -> Iterator[None]:
-        """Context in which the adapted weights have the residuals of a base; restores the weights after it."""
+        """Context in which the weights are as after `install` of a base; what they were before is restored after it."""
         held = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.install(base)
         try:
@@ -116,7 +119,7 @@ class ExactAdapters:
 
 
 class ExactView:
-    """Access to the only fragment of a model with exact adapters; also sets the frozen weights' residuals."""
+    """Access to the only fragment of a model with exactly averaged LoRA adapters; also sets the frozen weights."""
 
     def __init__(self, trained: FragmentView, adapters: ExactAdapters) -> None:
         self._trained = trained

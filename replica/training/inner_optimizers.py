@@ -113,7 +113,7 @@ class InnerOptimizers:
         return self.joined_states([each.state_dict() for each in self.all])
 
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `local_state_dict`, in this process alone."""
+        """Load a result of `local_state_dict`: this rank's pieces of sharded tensors; other ranks load their own."""
         for each, saved in zip(self.all, self.states_in(state), strict=True):
             each.load_state_dict(dict(saved))
             if _saves_as_torch(each):
@@ -163,7 +163,7 @@ class InnerOptimizers:
         self.clear_local()
 
     def clear_local(self) -> None:
-        """Drop the optimizers' state in this process alone."""
+        """Drop the state of this process's optimizers; other ranks of the replica keep theirs."""
         for each in self.all:
             each.state.clear()
 

@@ -229,7 +229,7 @@ class RankOwners(Owners):
     # -- messages --------------------------------------------------------------------------------------------------
 
     def dumps(self, value: Any) -> bytes:
-        """Pickle a value for the other ranks. What every rank has of its own goes as its key."""
+        """Pickle a value for the other ranks. An object of which every rank has its own is replaced by its key."""
         file = io.BytesIO()
         pickler = pickle.Pickler(file)
         pickler.persistent_id = lambda each: self._keys.get(id(each))  # type: ignore[method-assign]
@@ -237,7 +237,7 @@ class RankOwners(Owners):
         return file.getvalue()
 
     def loads(self, data: bytes) -> Any:
-        """Unpickle a value of rank 0. A key becomes this rank's own object, once it is made."""
+        """Unpickle a value of rank 0. A key becomes this rank's own object; blocks until this rank has made that."""
 
         def own(key: _Key) -> Any:
             with self._changed:
@@ -254,7 +254,7 @@ class RankOwners(Owners):
         return self.dumps(value)
 
     def loads_call(self, data: bytes) -> Any:
-        """Unpickle, in another rank's training thread, a result of `dumps_call`: of every one, in order."""
+        """Unpickle a result of `dumps_call` in another rank's training thread: each result, in the order sent."""
         value = self.loads(data)
         with self._changed:
             self._calls += 1

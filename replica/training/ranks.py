@@ -131,7 +131,7 @@ class Ranks:
     def signal(self, kind: int, first: int = 0, second: int = 0) -> None:
         """Send the signal `kind`, `GO` (continue training) or `END`, from rank 0 to all other ranks.
 
-        `first`, `second`: as in `Signal`.
+        `first`, `second`: the inner steps so far, and the number of the round with flags (see `follower`).
         """
         if self._lines is not None:
             self._lines.send(_HEADER.pack(kind, first, second))

@@ -26,8 +26,8 @@ _FEWEST = 2  # items of a share, so that it has a variance
 class VaultScorer:
     """Scores the base of a round and an earlier one on the same items of the confirmation set.
 
-    `set`: the confirmation set for start.json. Raises `ConfigError` for fewer than two items per replica, an item given
-    twice, and one of `heldout_items`.
+    That set has further held-out items, by which an alarm of the guard is confirmed. `set`: its record in start.json.
+    Raises `ConfigError` for fewer than two items per replica, an item given twice, and one of `heldout_items`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class VaultScorer:
         self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
-        """Whether no alarm awaits confirmation, or the open round's base was scored on the set for it already."""
+        """Whether no alarm of the guard awaits scores, or the open round's base was scored on the set already."""
         return vault_base(opened.guard) is None or self._scored == _of(opened)
 
     def score(self, shown: ShownBase) -> None:

@@ -28,9 +28,9 @@ def test_held_out_items_are_distinct_windows():
 
 
 def test_a_folder_of_ones_own_is_read_whole_and_duplicates_count_once(tmp_path: Path):
-    for name, text in (("a.txt", "x" * 150_000), ("sub/b.md", "y" * 150_000), ("copy.txt", "x" * 150_000)):
+    for name, letter in (("a.txt", "x"), ("sub/b.md", "y"), ("copy.txt", "x"), ("sub/copy.md", "y")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(letter * 150_000)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0" * 1000)
     corpus = load_corpus(str(tmp_path))
     assert {len(text) for text in (*corpus.training, *corpus.heldout)} == {150_000}

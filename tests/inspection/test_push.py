@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.model_card import README, CardFacts, card_files, curves, tag_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
+from diloco_orchestrator.protocol.records import FileInfo, Snapshot
 from diloco_orchestrator.store.open_store import open_store
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,6 +73,23 @@ def test_a_snapshot_arrives_with_its_card_and_the_outer_state_stays(hub: Loopbac
     assert run_url not in card
     assert f"{hub.endpoint}/ada/tiny/commit/" in done.stdout
     assert hub.token not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_no_file_that_somebody_put_into_a_snapshot_is_sent(hub: LoopbackHub, run_url: str, tmp_path: Path):
+    """Another model with its digest in the record, under the base digest of the log; and code beside it."""
+    store = open_store(str(shutil.copytree(run_url, tmp_path / "run")))
+    key = keys.snapshot(3, keys.SNAPSHOT_RECORD)
+    record, forged = Snapshot.from_bytes(store.get(key), key), {"model.safetensors": b"a pickle", "evil.py": b"evil()"}
+    infos = {name: FileInfo(digest=bulk_digest(data), size=len(data)) for name, data in forged.items()}
+    for name, data in forged.items():
+        store.put(keys.snapshot(3, name), data)
+    store.put(key, record.model_copy(update={"files": {**record.files, **infos}}).to_bytes())
+    done = push(hub, str(tmp_path / "run"), "ada/tiny")
+    assert done.returncode == 0, done.stderr[-2000:]
+    files = hub.repositories["ada/tiny"].files
+    assert sorted(files) == ["README.md", "curves.svg", "model.safetensors"]
+    assert files["model.safetensors"] == open_store(run_url).get(keys.snapshot(3, "model.safetensors"))
 
 
 @pytest.mark.slow

@@ -250,6 +250,45 @@ def inside(make: Callable[[Attacked], Objects]) -> Callable[[Attacked], Objects]
     return attack
 
 
+def unsigned_own(run: Attacked) -> Objects:
+    """Junk that nobody signed, under every name of a record that replica 1 knows and may create."""
+    private = KEY.operator(run.run_sha256).of_attempt(run.run_sha256, 1, 1).names[0]
+    own = [form(1, attempt) for attempt in (1, 2, 3) for form in (keys.exit_record, keys.began, keys.heartbeat)]
+    own += [keys.follows(1), keys.START, keys.LINK, keys.result(1)]
+    for round_ in (run.round, run.round + 1):
+        own += [keys.contribution(round_, 1), keys.checked(round_, 1, 1), keys.checked(round_, 1, 2)]
+        own += [keys.reduced(round_, 1), keys.commit(round_), keys.want(round_, 0, 1, 0, 2)]
+        own += [keys.snapshot(round_, keys.SNAPSHOT_RECORD, take) for take in ("", "r1")]
+    for key in own:
+        for take in range(2 if is_signed(key) else 1):
+            name = stored_name(key, take, private.sign(named_bytes(run.run_sha256, key, take)))
+            if allows(POLICY, Question("s3:PutObject", f"arn:aws:s3:::BUCKET/PREFIX/{name}", {})):
+                yield name, b"junk"
+
+
+def bases_of(run: Attacked) -> list[str | None]:
+    return [Commit.from_bytes(data, key).base_digest for key, data in sorted(run.bucket.commits.items())]
+
+
+def attempts_of_others(run: Attacked) -> set[tuple[int, int]]:
+    found = (keys.intent.parse(key) for key in run.sent)
+    return {who for who in found if who is not None and who[0] != 1}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(PLAN, marks=pytest.mark.slow), SCATTER], ids=["gather", "scatter_reduce"]
+)
+def test_names_that_a_replica_takes_without_a_signature_end_nobody(plan: Plan):
+    """Such a name is listed, and what is there does not exist: who read it ended with `ObjectMissing`, and its next
+    attempt as well.
+    """
+    run = Attacked(plan, unsigned_own)
+    run.play()
+    assert bases_of(run) == bases_of(undisturbed(plan is SCATTER)) and len(run.written) > 100
+    assert attempts_of_others(run) == {(0, 1), (2, 1)}
+    assert len(verify_run(run.bucket).unsigned) > 50
+
+
 OF_OTHERS = {"by": By((0, 1))}  # commits in its own name are judged as those of an honest replica
 INSIDE: dict[str, Callable[[Attacked], Objects]] = {
     **{row: OUTSIDE[row] for row in OUTSIDE if not row.startswith(("commits: ", "offers", "stray"))},
@@ -264,9 +303,8 @@ INSIDE: dict[str, Callable[[Attacked], Objects]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("row", INSIDE)
 def test_the_key_of_one_replica_changes_no_base(row: str):
-    run = Attacked(PLAN, inside(INSIDE[row]))
+    scatter = row == "reduced shards and check records"
+    run = Attacked(SCATTER if scatter else PLAN, inside(INSIDE[row]))
     run.play()
-    bases = [[Commit.from_bytes(data, key).base_digest for key, data in sorted(each.bucket.commits.items())]
-             for each in (run, undisturbed(False))]  # fmt: skip
-    assert bases[0] == bases[1]
-    assert run.written or row in ("manifests", "reduced shards and check records")
+    assert bases_of(run) == bases_of(undisturbed(scatter)) and run.written
+    assert attempts_of_others(run) == {(0, 1), (2, 1)}

@@ -9,6 +9,7 @@ from other_signatures import other_signature
 from record_examples import EXAMPLES
 from signed_fleet import KEY, MANIFEST, OTHER_KEY, WHERE, Fleet
 
+from diloco_orchestrator.allreduce.scatter_reduce import published_by
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import KINDS, kind_of
@@ -220,6 +221,14 @@ def test_many_names_of_a_record_that_an_insider_has_taken_cost_requests_and_noth
         fleet.stored.create(fleet.name(WHERE, take), b"junk")
     assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
     assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
+
+
+def test_averages_that_nobody_signed_are_none_though_they_are_listed():
+    fleet, where = Fleet(), keys.reduced(7, 1)
+    fleet.stored.create(fleet.name(where), b"junk")
+    for view in fleet.views():
+        assert [info.key for info in view.list(keys.reduced_shards(7))] == [where]
+        assert published_by(view, 7, 1) == {}
 
 
 def test_a_heartbeat_that_somebody_has_overwritten_is_its_authors_again_with_the_next_one():

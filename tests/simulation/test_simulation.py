@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
+from simulation_checks import RightBases
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
 from simulation_residuals import FEEDBACK
 from simulation_store import InvariantBroken
@@ -92,6 +93,17 @@ def test_seeds_that_once_found_a_bug(seed: int):
     simulate(seed)
 
 
+@pytest.mark.parametrize(
+    "seed", [130007963, *(pytest.param(s, marks=pytest.mark.slow) for s in (130014896, 130015373))]
+)
+def test_a_lone_replica_goes_on_from_what_it_trained_from_a_wrong_base_until_it_rebuilds_that(seed: int):
+    """It abstains in between, and so loads the state of its last contribution."""
+    simulation = simulate(seed)
+    right = RightBases.of(simulation, RunLog(simulation.bucket).commits())
+    manifest, (round_, held) = simulation.loaded[0], simulation.held[0]
+    assert not right.is_right(manifest) and held != right.before[round_]
+
+
 OUTLIVED = [
     pytest.param(plan_of(2_000_000), id="its manifest comes after those that its successor has read"),
     pytest.param(dataclasses.replace(plan_of(135), seed=1025), id="likewise, in another run", marks=pytest.mark.slow),
@@ -155,7 +167,12 @@ def test_a_new_leg_loads_no_state_that_a_lone_replica_trained_from_a_wrong_base(
     plan = calm(replicas=1, paces=(1.0,), settings=settings, next_leg=NextLeg(rounds=1))
     simulation = Simulation(dataclasses.replace(plan, flips=((after_commit(plan, 2), 0, "average"),)))
     assert simulation.run()[-1].leg == 2 and simulation.flipped
-    assert [manifest.round for manifest in simulation.loaded] == [3]  # the last round's was trained from the wrong base
+    assert [manifest.round for manifest in simulation.loaded] == [3]  # not the last round's
+
+
+def test_a_bit_that_flips_in_the_rebuild_by_which_a_lone_replica_corrects_another_is_corrected_too():
+    """The second rebuild is the wrong one, and the base that the replica had as well: a third tells which is right."""
+    simulate(130008713)
 
 
 def test_a_leg_ends_though_the_store_lost_a_payload_that_its_last_base_needs():
@@ -192,6 +209,7 @@ def test_the_same_seed_gives_the_same_trace():
 FAULTS = [
     pytest.param(calm(storms=((10.0, 50.0),)), id="a 503 storm"),
     pytest.param(calm(listing_lag_s=5.0), id="a listing that lags"),
+    pytest.param(calm(stale_s=10.0, machines=3, machine_kills=((12.0, 0),)), id="stale reads of what was overwritten"),
     pytest.param(calm(lose_reply=0.3), id="writes whose reply never comes"),
     pytest.param(calm(no_writes=((15.0, 3615.0),)), id="a bucket that refuses writes for an hour"),
     pytest.param(calm(kills=((12.0, -2), (40.0, -2))), id="everybody killed, twice"),
@@ -205,7 +223,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("plan", FAULTS)
 def test_what_a_real_bucket_does_is_survived(plan):
-    assert Simulation(plan).run()[-1].stop == "completed"
+    simulation = Simulation(plan)
+    assert simulation.run()[-1].stop == "completed"
+    assert (simulation.bucket.stale_reads > 20) == bool(plan.stale_s)
 
 
 HOUR = (12.0, 3612.0)
@@ -486,6 +506,14 @@ def test_an_attempt_that_closes_a_round_again_and_again_is_caught(monkeypatch):
         Simulation(calm()).run()
 
 
+def test_a_run_that_waits_for_ever_is_ended_with_the_calls_that_it_repeats(monkeypatch):
+    """One of three replicas gets no machine, and all are needed."""
+    monkeypatch.setattr("simulation.MOST_CALLS", 100)
+    plan = calm(settings={"quorum": "all"}, no_machine=((0.0, 1e9, 1),))
+    with pytest.raises(InvariantBroken, match=r"I10: no commit in 401 calls\..* list rounds/00000001/contributions/"):
+        Simulation(plan).run()
+
+
 def test_a_state_that_is_not_saved_beside_a_snapshot_is_caught(monkeypatch):
     monkeypatch.setattr(Checkpoint, "encode_if_due", lambda self: None)
     with pytest.raises(InvariantBroken, match="I5: replica 0 saved no state in round 2"):
@@ -504,7 +532,8 @@ def test_wide_plans_cover_what_they_should():
     }.items():
         assert {p.settings[name] for p in plans} == values, name
     drawn = ("next_leg", "no_network", "coordinators", "vendor_down", "no_machine", "full", "rots", "lost_payloads")
-    for what in (*drawn, "no_commits", "forged", "other_arithmetic", "reports_s", "buffer", "tokens"):
+    of_machines = ("machines", "machine_kills", "machine_notices", "other_arithmetic", "reports_s")
+    for what in (*drawn, *of_machines, "no_commits", "forged", "stale_s", "buffer", "tokens", "adapted"):
         assert sum(bool(getattr(p, what)) for p in plans) > 10, what
     assert sum(p.width > 2**17 for p in plans) > 3  # several payload shards
     assert sum(p.exact for p in plans) > 60

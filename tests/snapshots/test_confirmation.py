@@ -244,6 +244,36 @@ def test_the_base_that_a_halt_leaves_is_confirmed_by_the_leg_that_starts_from_it
     assert fleet.join(0)._tip.value.snapshot_round == 2
 
 
+def test_manifests_after_a_legs_stop_are_no_claims_of_the_base_that_it_left():
+    """The next leg starts from the first base, and its first round is open."""
+    fleet = Fleet(replicas=2, rounds=1)
+    participants = fleet.join_all()
+    for _ in range(2):  # the last one closes the leg
+        play(participants, [1.0, 1.0])
+    begin_next_leg(RunLog(fleet.store), rounds=1, from_round=0, by="test", why="test", stamp=STAMP)
+    for replica_id in (0, 1):
+        answer(fleet.join(replica_id), 1.0)
+    claims = {round_: ConfirmedSnapshots(RunLog(fleet.store)).claims_of(round_) for round_ in (0, 1)}
+    assert {round_: [(each.round, each.replica_id) for each in found] for round_, found in claims.items()} == {
+        0: [(1, 0), (1, 1), (3, 0), (3, 1)],
+        1: [(2, 0), (2, 1)],
+    }
+
+
+def test_the_log_claims_no_base_by_a_commit_after_its_legs_stop():
+    """The leg halts in a round without contributions, and the next one starts from the first base."""
+    fleet = Fleet(replicas=2, rounds=9)
+    participants = fleet.join_all()
+    play(participants, [1.0, 1.0])
+    request_halt(RunLog(fleet.store), "test", "lunch", STAMP)
+    play(participants, [float("nan"), float("nan")])
+    begin_next_leg(RunLog(fleet.store), rounds=1, from_round=0, by="test", why="test", stamp=STAMP)
+    play([fleet.join(0), fleet.join(1)], [1.0, 1.0])
+    log = RunLog(fleet.store)
+    assert [commit.stop for commit in log.commits()] == ["none", "halted", "none"]
+    assert claimed_base(log, 1) is None and claimed_base(log, 0) == fleet.start().base_digest
+
+
 def test_a_leg_whose_own_snapshot_cannot_be_read_starts_from_an_older_one():
     fleet, participants = after_round_1()
     request_halt(RunLog(fleet.store), "test", "lunch", STAMP)

@@ -117,6 +117,7 @@ class Simulation:
         self.paid = 0  # residuals that were in a payload (`check_residuals`)
         self.hit_in_flight = 0  # kills of a replica whose round was in flight in the background
         self.loaded: list[Contribution] = []  # manifests whose saved state a replica went on from
+        self.held: list[tuple[int, str]] = []  # for each of these the open round, and its base as the replica held it
         self.coming: list[tuple[int, str]] = []  # (which replica, where) of flips whose moment has not come yet
         self.refused_calls = 0  # calls that the vendor did not answer
         self.leg = 1  # the newest
@@ -230,6 +231,13 @@ class Simulation:
         self._closes[replica_id, attempt, round_] += 1
         if self._closes[replica_id, attempt, round_] > MOST_CLOSES:
             self._fail_in_loop(f"attempt {attempt} of replica {replica_id} closes round {round_} again and again")
+
+    def note_loaded(self, manifest: Contribution) -> None:
+        """A replica loads the state that was saved with a manifest."""
+        name = re.fullmatch(r"replica (\d+)\.(\d+)", self.time.current.root.name)
+        session = self.sessions.get((int(name[1]), int(name[2]))) if name else None
+        self.loaded.append(manifest)
+        self.held.append((0, "") if session is None else (session.round, session._rounds.base.digest()))
 
     def _fail_in_loop(self, what: str) -> None:
         calls = ", ".join(f"{call} ({times} times)" for call, times in Counter(self._recent).most_common(6))

@@ -75,7 +75,7 @@ def machines_of(simulation: "Simulation") -> Iterator[None]:
             assert torch.equal(first_tensor(base), held)
 
     def load_and_note(self: Checkpoint, saved: SavedState) -> None:
-        simulation.loaded.append(saved.contribution)
+        simulation.note_loaded(saved.contribution)
         load(self, saved)
 
     def close_and_note(self: RoundCloser, commit: Commit, average: Any) -> ClosedRound:

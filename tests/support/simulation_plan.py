@@ -22,6 +22,9 @@ FORGERIES = (
     *GIVE_UP,
 )
 
+Flip = tuple[float, int, str]  # (when, which replica; -1: the coordinator, where of FLIPS): one bit
+HEALED_S = 40.0  # after which a flip has been healed
+
 Spans = tuple[tuple[float, float], ...]  # (from, until), in seconds
 
 
@@ -55,6 +58,7 @@ class Plan:
     twice: float = 0.0  # share of creates that are sent twice
     latency_s: float = 0.05
     listing_lag_s: float = 0.0
+    stale_s: float = 0.0  # after an overwrite, in which half of all reads give the version before
     storms: Spans = ()  # nearly every call is answered 503
     no_writes: Spans = ()  # every write is refused
     no_network: Spans = ()  # nobody reaches the bucket or the vendor
@@ -85,7 +89,7 @@ class Plan:
     forgeries: tuple[tuple[float, str, int], ...] = ()  # (when, which of `FORGERIES`, replica): well-formed records
     # -- arithmetic
     nan: tuple[tuple[int, int], ...] = ()  # (batch, replica) with a gradient that is not finite
-    flips: tuple[tuple[float, int, str], ...] = ()  # (when, which; -1: the coordinator, where of FLIPS): one bit
+    flips: tuple[Flip, ...] = ()
     other_arithmetic: tuple[int, ...] = ()  # replicas whose outer step gives other bits, always
     # -- the user
     collapse: bool = False  # the loss falls from round 3 on, so that the guard fires
@@ -279,6 +283,8 @@ def wide_plan_of(seed: int) -> Plan:
         forged=sometimes(0.08, lambda: (draw.randint(1, rounds), which())),
         other_arithmetic=sometimes(0.08, which) if lone_group else (),
     )
+    stale_s = random.Random(f"stale {seed}").choice([0.0, 0.0, 0.0, 2.0, 10.0])
+    wide = replace(wide, stale_s=stale_s)
     draw = random.Random(f"wider {seed}")  # so that what was drawn above stays as it was
     plain = plan.settings["fragments"] == 1 and not plan.settings["fragment_update_alpha"] and aggregate == "mean"
     if plain and draw.random() < 0.3:
@@ -336,9 +342,8 @@ def flips_of(seed: int) -> Plan:
         return round(draw.uniform(8.0, length), 2)
 
     flips = [(when(), draw.randrange(replicas), draw.choice(FLIPS))]
-    # A second one after the first is healed: of two faults in a lone replica's two rebuilds nobody could tell.
     if draw.random() < 1 / 3:
-        flips.append((flips[0][0] + 40.0, draw.randrange(replicas), draw.choice(FLIPS)))
+        flips.append((flips[0][0] + HEALED_S, draw.randrange(replicas), draw.choice(FLIPS)))
     return calm(
         seed=seed,
         replicas=replicas,

@@ -1,8 +1,8 @@
 """The bucket of a simulated run, and each process's network before it: slow, failing, and within a store's promises.
 
-A `get` that begins after a write returned sees that write, as docs/reference/protocol.md section 1 says: stale reads
-are not played. Listings may lag behind by `listing_lag_s`, which is more than a store may do: snapshot 0, from which
-every replica begins within seconds, is listed at once.
+A `get` that begins after an object was created sees it, as docs/reference/protocol.md section 1 says. Of an object that
+was overwritten less than `stale_s` ago it may see the version before, and listings may lag behind by `listing_lag_s`,
+which is more than a store may do: snapshot 0, from which every replica begins within seconds, is listed at once.
 """
 
 import random
@@ -35,6 +35,8 @@ class Bucket(MemoryStore):
         self.commits: dict[str, bytes] = {}
         self.sent: dict[str, bytes] = {}  # every object that was created, as its writer sent it
         self.lost: set[str] = set()  # keys whose first write was acknowledged and not kept
+        self.before: dict[str, bytes] = {}  # the last version but one of each object that was overwritten
+        self.stale_reads = 0
 
     def rot(self, round_: int, replica_id: int) -> None:
         """Damage a payload that is there now."""
@@ -43,6 +45,8 @@ class Bucket(MemoryStore):
             super().put(info.key, bytes([data[0] ^ 1]) + data[1:])
 
     def put(self, key: str, data: bytes) -> None:
+        if key in self._objects:
+            self.before[key] = self._objects[key]
         super().put(key, data)
         self._note(key, data)
 
@@ -86,7 +90,19 @@ class Network(Store):
         self._trace = trace
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self._call("get", key, lambda: self._bucket.get(key, start, end))
+        def read() -> bytes:
+            if self._reads_stale(key):
+                self._bucket.stale_reads += 1
+                return self._bucket.before[key][start:end]
+            return self._bucket.get(key, start, end)
+
+        return self._call("get", key, read)
+
+    def _reads_stale(self, key: str) -> bool:
+        if not self._plan.stale_s or key not in self._bucket.before:
+            return False
+        is_new = self._clock.now() < self._bucket.written_at[key] + self._plan.stale_s
+        return is_new and self._chance.random() < 0.5
 
     def put(self, key: str, data: bytes) -> None:
         self._call("put", key, lambda: self._bucket.put(key, data))

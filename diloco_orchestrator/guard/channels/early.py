@@ -73,7 +73,10 @@ class EarlyCollapse(Remembered):
             self.rows = [] if trained is None else [*self.rows, [model, trained]]
 
     def stop(self) -> None:
-        """End this check for the rest of the run: the noise is known by now, or the fall was dismissed."""
+        """Detect no fall any more in this run.
+
+        The caller does so once the noise of scores is known, or a fall was dismissed.
+        """
         self.rows = None
 
     def fall(self, scores: Sequence[float]) -> Fall | None:

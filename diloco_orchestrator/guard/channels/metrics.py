@@ -133,7 +133,10 @@ class MetricChannels(RememberedTogether):
         return None if self.falls.top is None else int(self.falls.top[1])
 
     def outlook(self, threshold: float) -> str:
-        """A sentence: how many rounds the statistics still need, or the fall that they notice within 15 rounds."""
+        """A sentence: how many rounds the statistics still need, or the fall that they notice within 15 rounds.
+
+        `threshold`: of the slow falls (a setting).
+        """
         if self.count < FIRST_JUDGED:
             missing = FIRST_JUDGED - self.count
             return f"needs {missing} more round{'s' if missing > 1 else ''} to know the noise of the held-out score"

@@ -150,7 +150,10 @@ def _dropped(bends: int) -> int:
 
 
 def clipped(left: Sequence[float]) -> list[float]:
-    """The values, each at most as far from 0 as an outlier is."""
+    """The values of `left`, in order, each moved towards 0 as far as it is an outlier.
+
+    An outlier is `_OUTLIER` times as far from 0 as the median.
+    """
     sizes = sorted(abs(each) for each in left)
     limit = _OUTLIER * (sizes[(len(left) - 1) // 2] + sizes[len(left) // 2]) / 2
     return [min(max(each, -limit), limit) for each in left]

@@ -72,7 +72,7 @@ class Found:
     evidence: float  # log-likelihood ratio to no step, in nats
 
     def share(self, threshold: float) -> float:
-        """The evidence over that which halts. `threshold`: the setting."""
+        """The evidence divided by that at which the run halts: from 1 on it halts. `threshold`: the guard's setting."""
         return self.evidence / (threshold / _DEFAULT * LIMITS[self.since])
 
 
@@ -114,12 +114,18 @@ class StepDown(Remembered):
         return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], origin)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
-        """(name, share of the evidence that halts, 1), as the guard's verdict lists it."""
+        """(name, share of the evidence that halts, 1), as the guard's verdict lists it.
+
+        `threshold`: the guard's setting.
+        """
         return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
 def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, origin: float) -> Alarm:
-    """The alarm that the last of `scores` stepped down, by more evidence than `limit` nats."""
+    """The alarm that the last of `scores` stepped down, by more evidence than `limit` nats.
+
+    `model`: round of the newest base. `origin`: the run's first score, added to scores in the text.
+    """
     mean = added(scores[-found.since :]) / found.since + origin
     what = (
         f"step down: the last {found.since} held-out scores that differ, {mean:.4g} in the mean, lie {found.size:.3g} "
@@ -157,7 +163,10 @@ def _nearest(scores: Sequence[float], coarse: float, lost: float, longest: int) 
 
 
 def compared(values: Sequence[float], before: int, coarse: float) -> Found | None:
-    """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down."""
+    """The likelihood of a step after the first `before` of `values`; None if the best fit does not go down.
+
+    `coarse`: the smallest change of the score between two rounds, which noise cannot be below; 0.0: unknown.
+    """
     count, scale = len(values), max(abs(value) for value in values)
     if not 0 < scale < math.inf:
         return None

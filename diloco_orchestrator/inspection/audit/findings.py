@@ -48,8 +48,9 @@ def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
 def drawn(ranges: Sequence[TrainingRange], draw: int, seed: int, head: Head) -> list[TrainingRange]:
     """`draw` different ranges (one replica's round each), each equally likely, in the order of the draw.
 
-    A function of seed and head alone: ranges are ordered by the sha256 of `<seed>:<head>:<round>:<replica>`. Nobody who
-    wrote the run knew a seed chosen later, and a truncated or continued log has another head.
+    A function of seed and `head`, the newest commit, alone: ranges are ordered by the sha256 of
+    `<seed>:<head>:<round>:<replica>`. Nobody who wrote the run knew a seed chosen later, and a truncated or continued
+    log has another head.
     """
 
     def place(range_: TrainingRange) -> str:

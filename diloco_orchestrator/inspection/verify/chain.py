@@ -51,7 +51,7 @@ def verify_run(
 ) -> Verification:
     """Check all objects of a run, oldest first, up to the first that disagrees. `on_round` is called with every round.
 
-    `expect`: a head noted earlier; a log that does not reach it, or has another commit there, disagrees. `signed_by`:
+    `expect`: a head (newest commit) noted earlier: a log without that commit disagrees. `signed_by`:
     the public key that must have signed the run; None: the one that run.json names, if it names one. `noted`: more
     heads, such as those of a witness.
 

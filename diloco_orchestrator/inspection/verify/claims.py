@@ -12,9 +12,10 @@ from diloco_orchestrator.protocol.weights import shares_in
 
 
 def check_said(key: str, commit: Commit, manifests: Mapping[int, Contribution | None], config: RunConfig) -> None:
-    """Raise `Differs` unless the next roster holds all who answered, and clipped replicas and figures follow.
+    """Raise `Differs` if a commit's next roster, clipped replicas or round metrics do not follow from its manifests.
 
-    These are no rules of a round: a commit that breaks them is not void for replicas.
+    The next round must wait for every replica that responded. Replicas do not check these fields, so a commit that is
+    wrong in them still counts for the run.
 
     Args:
         key: the commit's key, for the disagreement.

@@ -219,8 +219,9 @@ def _pinned_kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) 
 
 
 def _unpinned_record(key: str) -> type[Record] | None:
-    """The record class at a key of an attempt, a joined machine or a request to halt; None for other keys."""
-    if keys.parse_attempt(key) is None and keys.parse_join_record(key) is None and keys.halt.parse(key) is None:
+    """The record class at a key of an attempt, joined machine, request to halt, start record or vote; else None."""
+    kinds = (keys.parse_attempt, keys.parse_join_record, keys.halt.parse, keys.began.parse, keys.follows.parse)
+    if not keys.is_start(key) and all(parse(key) is None for parse in kinds):
         return None
     kind = kind_at(key)
     return None if kind is None else kind.record
@@ -317,6 +318,7 @@ def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[s
     """A sentence about each claimed attempt without an exit record, in order. Raises the store's errors.
 
     At most three requests each: the record that announces the next attempt, its own cancel record and its machine's.
+    `newest_leg`: number of the last leg (start or resume to stop): without a result, its newest attempts may still run.
     """
     newest: dict[int, int] = {}
     for replica_id, attempt in found.records:

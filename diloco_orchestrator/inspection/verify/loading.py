@@ -59,7 +59,8 @@ NO_CODE = OwnCode()
 def check_loading(store: Store, done: Verification, code: OwnCode = NO_CODE, tolerance: float = TOLERANCE) -> None:
     """Load all snapshots of a verified run, and with a scorer score them; adds the results to `done`.
 
-    The arguments are those of `SnapshotLoader`.
+    `code`: the caller's, which makes and scores models. `tolerance`: by which a mean score may differ from the logged
+    one, relative where that is above 1.
     """
     run_log = RunLog(store)
     start = run_log.start()

@@ -59,7 +59,8 @@ class Tensors:
     def base(self, round_: int, take: str, record: Snapshot, start: Start) -> Base:
         """The base in a version of a snapshot with this record, after checking every file.
 
-        Raises `Differs` or `RecordInvalid` for a file with another digest or other tensors, and what safetensors does.
+        `take`: the version. Raises `Differs` or `RecordInvalid` for a file with another digest or other tensors, and
+        what safetensors does.
         """
         snapshot = StoredSnapshot(self._log.store, round_, record, take)
         base = snapshot.check(start, but=snapshot.model_file_names(Naming.of(start)))
@@ -67,7 +68,10 @@ class Tensors:
         return base
 
     def check_loads(self, round_: int, take: str, start: Start) -> None:
-        """Raise what `StoredSnapshot.base` does unless a version of a snapshot holds the base that its record names."""
+        """Raise what `StoredSnapshot.base` does unless a version of a snapshot holds the base that its record names.
+
+        `take`: name of the version.
+        """
         StoredSnapshot(self._log.store, round_, self._log.snapshot(round_, take), take).base(start)
 
     def _check_model_files(self, snapshot: StoredSnapshot, base: Base, start: Start) -> None:
