@@ -1,4 +1,4 @@
-"""What this process does, as the system counts it: CPU time, and bytes moved."""
+"""`Work`: CPU time and moved bytes of this process and its descendants, as the system counts them."""
 
 import ctypes
 import socket
