@@ -4,6 +4,7 @@
     PYTHONPATH=tests/support python benchmarks/strangers.py --honest --docs
     PYTHONPATH=tests/support python benchmarks/strangers.py --dealt --docs      # who trains on what it is dealt
     PYTHONPATH=tests/support python benchmarks/strangers.py --aggregates --docs # by which aggregate they harm least
+    PYTHONPATH=tests/support python benchmarks/strangers.py --guard --docs      # with the kill-switch, as by default
 
 Real participants score the contributions of strangers on held-out items (`guard.strangers`) and decide each round, with
 the default aggregate of runs with strangers. The hostile ones follow a script (tests/support/hostile_replicas.py). The
@@ -27,16 +28,21 @@ from hostile_replicas import ATTACKS, SHARE, HostileFleet, Task, Writer, drift
 from measuring import ROOT, markdown, publish
 from other_data import KINDS, OtherData
 
+from diloco_orchestrator.protocol.records import Score
+
 DOCUMENT = ROOT / "docs" / "inside" / "attacks.md"
 ROUNDS, HOSTILE = 60, 3
 ITEMS = (8, 32, SHARE, 2048)  # of each launched replica, where nobody attacks
 DEALT = (16, 64, 256)  # items dealt to a stranger on which each launched replica scores its work
 UNTRAINED, COPY = "it trains on other items than it is dealt", "it sends another's work with a little noise"
 HALF = "drift, half as large"
+FALLING = "honest work, and words of a score that falls"
 AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
 # Scripts of which an average gets something before they are left out. Of those that are left out from the first round
 # on, or refused, none gets anything.
 AVERAGED = "drift: a constant direction added", HALF, "replay of its first payload"
+# Scripts that are played with the kill-switch: of each way to be left out, refused or averaged, one.
+GUARDED = FALLING, "sign flip x1", "scaled x50", *AVERAGED, "random noise of the usual norm", "lying scores, high"
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 
@@ -68,10 +74,11 @@ def played(
     dealt: int = 0,
     aggregate: str | None = None,
     task_of: Callable[[int], Task] | None = None,
+    guard: bool = False,
 ) -> Outcome:
     """Play one run. `name`: of the attack; None: nobody attacks. `kind`: how replicas' data differ, if at all.
 
-    `task_of`: makes another task than the classifier's from the seed.
+    `guard`: whether the kill-switch may halt it. `task_of`: makes another task than the classifier's from the seed.
 
     `share`: held-out items on which each launched replica scores. `dealt`: items of the data dealt to a stranger, and
     as many others, on which each scores its work; 0: none. `aggregate`: None: the default where strangers contribute.
@@ -86,9 +93,10 @@ def played(
         settings |= {} if aggregate in ("mean", "agreeing_mean") else {"weights": "uniform"}
     task = task_of(seed) if task_of else Task(seed) if kind is None else OtherData(seed, kind)
     others = {None: lambda w: None, UNTRAINED: lambda w: w.send(w.delta), COPY: _copied, HALF: partial(drift, size=0.5)}
+    others |= {FALLING: _says_that_it_falls}
     attack = others.get(name) or ATTACKS[name]
     deciders = launched if scored else 1
-    settings |= {"scores_strangers": scored, "guard": "off"}
+    settings |= {"scores_strangers": scored, **({} if guard else {"guard": "off"})}
     run = HostileFleet(
         total, rounds, seed, attackers, attack, task, deciders, share, dealt, name == UNTRAINED, **settings
     )
@@ -118,6 +126,13 @@ def played(
 def _copied(writer: Writer) -> None:
     noise = torch.randn(writer.delta.shape, generator=writer.memory["draw"])
     writer.send(writer.others[0] + 0.1 * noise * (writer.delta.norm() / noise.norm()))
+
+
+def _says_that_it_falls(writer: Writer) -> None:
+    """Honest work. The score that it reports of its own share falls by .02 an item a round, from the 11th on."""
+    (own,) = writer.honest.scores
+    fallen = 0.02 * max(0, writer.round - 10) * own.count
+    writer.send(writer.delta, scores=(Score(share=own.share, sum=(own.sum or 0.0) - fallen, count=own.count),))
 
 
 def begun(pool: Executor, seeds: range, *which: Any, **how: Any) -> list[Future[Outcome]]:
@@ -199,6 +214,18 @@ def of_aggregates(names: Sequence[str | None], seeds: range, rounds: int, pool: 
     return markdown(["attack", *(f"{fleet}: {how}" for fleet, how in where)], rows)
 
 
+def of_guard(names: Sequence[str], seeds: range, rounds: int, pool: Executor) -> str:
+    """Runs that the kill-switch may halt, as by default."""
+    play = partial(begun, pool, seeds)
+    runs = {name: [play(fleet, name, rounds, True, guard=True) for fleet in FLEETS] for name in (None, *names)}
+    rows, clean = [], [ended(each) for each in runs[None]]
+    for name, of_fleets in runs.items():
+        cells = [excess(ended(each), beside) for each, beside in zip(of_fleets, clean, strict=True)]
+        rows.append([name or "(nobody)", *cells])
+        print(rows[-1], file=sys.stderr, flush=True)
+    return markdown(["attack", *FLEETS], rows)
+
+
 def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
     """Strangers that train on what they are dealt, and such that do not: how many are left out for it, and when."""
     fleet, rows = next(iter(FLEETS)), []
@@ -218,7 +245,7 @@ def of_dealt(seeds: range, rounds: int, pool: Executor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=[*ATTACKS, HALF], help="an attack; by default all")
+    parser.add_argument("--only", action="append", choices=[*ATTACKS, HALF, FALLING], help="an attack; by default all")
     parser.add_argument("--honest", action="store_true", help="play honest strangers alone, also with other data")
     parser.add_argument(
         "--dealt", action="store_true", help="play strangers that train on other data than they are dealt"
@@ -226,6 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--aggregates", action="store_true", help="play the scripts that are averaged, by each aggregate"
     )
+    parser.add_argument("--guard", action="store_true", help="play runs that the kill-switch may halt")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -238,6 +266,8 @@ def main() -> None:
             table, where = of_honest(seeds, given.rounds, pool), "honest_strangers"
         elif given.aggregates:
             table, where = of_aggregates(given.only or [None, *AVERAGED], seeds, given.rounds, pool), "aggregates"
+        elif given.guard:
+            table, where = of_guard(given.only or GUARDED, seeds, given.rounds, pool), "guarded_strangers"
         elif given.dealt:
             table, where = of_dealt(seeds, given.rounds, pool), "dealt_strangers"
         else:

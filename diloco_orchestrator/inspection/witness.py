@@ -42,6 +42,8 @@ class Witness:
         self._log: RunLog | None = None
         stated = statements(place)
         self._last = stated[-1] if stated else None
+        # The last one alone, once the log has been found to hold all of them: each commit names the one before.
+        self._compared = stated
         if self._last is not None and self._last.witness != identity.public.key:
             raise ConfigError(
                 f"{place.url} has statements of {self._last.witness}; this user is {identity.public.key}. Give each "
@@ -51,16 +53,19 @@ class Witness:
     def look(self) -> Sight:
         """Read the log's end, compare it with the last statement, and write a statement about a new last commit.
 
-        One that contradicts the last statement is stated too, so that the place holds both heads, each signed. Raises
-        the store's errors, `NoSuchRun`, and `RecordInvalid` for a log that cannot be read.
+        The first call compares the log with every statement. A commit that contradicts one is stated too, so that the
+        place holds both heads, each signed. Raises the store's errors, `NoSuchRun`, and `RecordInvalid` for a log that
+        cannot be read.
         """
         last = self._last
-        why = "" if last is None else self._why_not_there(last)
+        why = next(filter(None, map(self._why_not_there, reversed(self._compared))), "")
         if self._log is None or why:  # a kept one remembers what it has read
             self._log = RunLog(self._store)
         log = self._log
         is_over = RunReader(self._store, log).has_stopped()  # before reading, so that no commit is left out
         newest = log.newest(log.newest_begin().record)
+        if not why:
+            self._compared = self._compared[-1:]
         if newest is None or (last is not None and last.head == Head(newest.commit.round, newest.sha256)):
             return Sight(None, why, is_over)
         stated = Witnessed(
@@ -75,7 +80,7 @@ class Witness:
         signature = to_text(self._identity.signing.sign(witnessed_bytes(body)))
         self._place.create(stated.key, body + Signature(certificate=None, signature=signature).line())
         if not why:
-            self._last = stated
+            self._last, self._compared = stated, [stated]
         return Sight(stated, why, is_over)
 
     def _why_not_there(self, last: Witnessed) -> str:

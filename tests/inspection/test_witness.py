@@ -117,6 +117,20 @@ def test_another_log_is_told(folder: Path, tmp_path: Path):
     assert len(statements(place)) == 2, "both heads are kept, each signed"
 
 
+def test_a_fork_that_has_grown_beyond_the_last_statement_is_told_again_after_a_restart(folder: Path, tmp_path: Path):
+    """It was the last statement then, and whoever started the witness again saw nothing wrong."""
+    earlier = Path(shutil.copytree(folder, tmp_path / "earlier"))
+    cut(earlier, 2)
+    path = rounds_of(earlier)[1]
+    path.write_bytes(path.read_bytes().replace(b'"write_id":"', b'"write_id":"again ', 1))
+    place = open_store(str(tmp_path / "place"))
+    witness(earlier, place).look()
+    for _ in range(2):
+        found = witness(folder, place).look()
+        assert "is another one" in found.contradiction
+    assert found.stated is None and len(statements(place)) == 2
+
+
 def test_another_run_in_the_same_folder_is_told(folder: Path, tmp_path: Path):
     place = open_store(str(tmp_path / "place"))
     witness(folder, place).look()

@@ -14,10 +14,11 @@ from diloco_orchestrator.errors import ConfigError, Superseded
 from diloco_orchestrator.executors.contract import LaunchRequest
 from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.launching.prepare import prepare_launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.records import Halt, Result, Run
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.run_log.append import create_run
@@ -52,6 +53,27 @@ def folder(tmp_path: Path) -> Path:
 def requests(key: RunKey | None = RUN_KEY) -> LaunchRequests:
     operator = None if key is None else key.operator("a" * 64)
     return LaunchRequests(run_of(key), Launched("a" * 64), "/somewhere", operator=operator)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "signed"),
+    [
+        ("s3://bucket/run", {}, True),
+        ("gs://bucket/run", {}, True),
+        ("hf://buckets/me/run", {}, True),
+        ("s3://bucket/run", {"signed": False}, False),
+        ("s3://bucket/run", {"executor": JoinExecutor()}, False),
+        ("s3://bucket/run", {"executor": JoinExecutor(machines=[Identity(bytes(32)).public.text()])}, True),
+        ("/somewhere", {}, False),
+        ("file:///somewhere", {}, False),
+        ("/somewhere", {"signed": True}, True),
+    ],
+)
+def test_a_run_in_a_bucket_is_signed_unless_its_launch_says_otherwise(url, options, signed):
+    given = {"executor": LocalProcessExecutor(), "replicas": 2, "rounds": 2, **options}
+    prepared = prepare_launch("tiny_workloads:train", url, given, run_id="r", stamp=STAMP(), dry=True)
+    assert (prepared.run.signed_by is not None) is signed
+    assert all((ENV_ATTEMPT_KEY in each.secrets) is signed for each in prepared.requests)
 
 
 def test_each_attempt_gets_a_key_of_its_own_as_a_secret_and_no_attempt_gets_the_runs(tmp_path):
@@ -148,6 +170,17 @@ def test_without_the_key_nothing_is_written_and_the_key_is_named(folder):
     assert sorted(folder.rglob("*")) == before
     said = diloco_here("halt", str(folder), cwd=folder.parent, environ={**elsewhere, ENV_RUN_KEY: RUN_KEY.text()})
     assert said.returncode == 0 and RunLog(open_store(str(folder))).halt(1) is not None
+
+
+def test_attach_without_a_key_watches_and_names_it(folder):
+    log = RunLog(open_store(str(folder)))
+    fields = {"status": "halted", "round": 0, "outer_steps": 0, "reason": "the user's wish"}
+    assert log.store.create(keys.halt(1), Halt(**STAMP(), leg=1, by="user", reason="enough").to_bytes())
+    assert log.store.create(keys.result(1), Result(**STAMP(), leg=1, **fields).to_bytes())
+    elsewhere, before = {"XDG_STATE_HOME": str(folder.parent / "elsewhere")}, sorted(folder.rglob("*"))
+    said = diloco_here("attach", str(folder), cwd=folder.parent, environ=elsewhere)
+    assert "watching only: " in said.stderr and RUN_KEY.signed_by.key in said.stderr
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_replaced_run_json_is_told_by_the_key_that_is_asked_for_or_held(folder, monkeypatch):
