@@ -302,7 +302,8 @@ class Encoded:
     @property
     def adds(self) -> bool:
         """Whether `add_to` can be called: it takes less time than to decode elements and add them."""
-        return plain.compiled() is not None and len(self._spans) == 1 and self._codec.add is not None
+        # numba, which takes 60 MB, is imported last: a run in fp32 or bf16 needs none.
+        return self._codec.add is not None and len(self._spans) == 1 and plain.compiled() is not None
 
     def add_to(self, target: "torch.Tensor", start: int, weight: float) -> None:
         """Add elements from `start` on, where a group begins, each times `weight`, to `target`, (n,) float32.

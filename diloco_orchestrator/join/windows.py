@@ -175,7 +175,7 @@ class Windows:
         if len(found) > MOST_READS:
             raise ConfigError(
                 f"{self._store.url} has {len(found)} objects, and requests are signed for {MOST_READS} at most: delete "
-                "old rounds (`diloco retain`), or keep the run where the store mints temporary credentials."
+                "old rounds (`diloco gc`), or keep the run where the store mints temporary credentials."
             )
         return found
 

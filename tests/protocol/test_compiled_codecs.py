@@ -2,6 +2,8 @@
 
 import math
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,3 +86,13 @@ def test_a_scale_too_large_for_its_numbers_is_not_finite_in_the_encoded_form_eit
     data[header : header + 4] = struct.pack("<f", 3e38)
     measure = Encoded(bytes(data), name, 256).measure()
     assert measure.nonfinite == 128 and measure.squares == math.inf
+
+
+def test_numbers_that_are_not_scaled_are_averaged_without_numba():
+    """Importing it takes 60 MB of each replica's memory."""
+    code = (
+        "import sys, torch; from diloco_orchestrator.codecs.table import Encoded, encode\n"
+        "for name in ('fp32', 'bf16'): assert not Encoded(encode(torch.ones(300), name), name, 300).adds\n"
+        "assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,10 @@ import pytest
 from simulation_plan import Plan
 from simulation_signed import SignedSimulation, signed_plan_of, simulate_signed
 
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.memory import MemoryStore
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -39,6 +41,25 @@ def test_a_strangers_replica_contributes_and_writes_nothing_that_others_rest_on(
         assert not any(str(each.by).startswith("replica 0,") for each in commits) or not invited
     assert found[0] == found[1]
     assert [of for _, of in found[1]][:4] == 4 * [list(range(replicas))]
+
+
+@pytest.mark.parametrize("harm", ["", "is missing", "bytes, not"])
+def test_verify_agrees_with_the_segments_of_a_signed_run_as_long_as_each_record_has_its_own_object(harm: str):
+    """Objects of their own end with a signature, and lines of a segment do not."""
+    settings = {"quorum": "all", "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
+    settings |= {"snapshot_every": 4, "retention": {}, "aggregate": "mean"}
+    simulation = SignedSimulation(Plan(seed=4, replicas=2, rounds=12, paces=(1.0, 1.1), settings=settings))
+    simulation.run()
+    stored = simulation.bucket.stored
+    assert [info.key for info in stored.list(keys.LOG)]
+    named = next(info.key for info in stored.list(keys.commit(2)))
+    if harm:
+        body = stored.get(named)
+        MemoryStore.delete(stored, named)
+    if harm == "bytes, not":
+        MemoryStore.put(stored, named, body[: len(body) // 2])
+    found = verify_run(simulation.bucket).disagreement
+    assert (found is None) if not harm else (found is not None and found.key == keys.commit(2) and harm in found.words)
 
 
 def test_a_signed_log_has_the_records_of_an_unsigned_one():

@@ -18,6 +18,7 @@ from faulty_proxy import Faults, FaultyProxy
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
+from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import open_store
 
 COORDINATOR, NETWORK = -1, -2
@@ -213,7 +214,7 @@ class Chaos:
 
     def _reader(self) -> RunReader:
         _wait(lambda: _exists(self._url))
-        return RunReader(open_store(self._url))
+        return RunReader(of_run(open_store(self._url)))
 
     # -- the report ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start
+from diloco_orchestrator.protocol.signatures import LONGEST_LINE
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -94,9 +95,13 @@ class SegmentChecker:
             self._ahead = next(self._listing, None)
 
     def _check_single(self, key: str, size: int) -> None:
-        """Raise `Differs` if a commit or manifest in a segment has no object of its own with the same size."""
+        """Raise `Differs` if a commit or manifest in a segment has no object of its own with the same size.
+
+        In a signed run an object is longer than the record in it by the line of its signature.
+        """
         found = self._sizes.get(key)
-        if found != size:
+        line = (found or 0) - size
+        if not (0 < line <= LONGEST_LINE if self._log.run.signed_by is not None else line == 0):
             words = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise Differs(key, f"{words}, though {self._segment} was made of it")
 
