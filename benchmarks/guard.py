@@ -247,7 +247,10 @@ _Halts = tuple[guard_rules.Rounds, guard_rules.Rounds]
 
 def _sample(cell: Cell, rule: str, halts: _Halts, made: Runs) -> Sample:
     given = {"group": cell.group, "case": cell.case, "phi": cell.phi, "sd": cell.sd, "fault": cell.fault}
-    return {**given, "rule": rule, **figures(*halts, made, faulty=bool(cell.fault))}
+    measured = {**given, "rule": rule, **figures(*halts, made, faulty=bool(cell.fault))}
+    if rule == RULES[0] and cell.group in ("fall", "fault") and made.clean is not None:
+        measured["lost"] = _lost_at(halts[0], made)
+    return measured
 
 
 def _series(made: Runs) -> tuple[guard_rules.Array, Any, Any, Any]:
@@ -292,7 +295,7 @@ def _first(made: Runs, runs: int) -> Runs:
 
 
 def figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs, *, faulty: bool) -> dict[str, Any]:
-    """Halts and rounds lived; with a fault: halts before it, misses, delays, and what was lost at the rollback."""
+    """Halts and rounds lived; with a fault: halts before it, misses and delays."""
     rounds, runs = made.heldout.shape
     figures: dict[str, Any] = {
         "runs": runs,
@@ -318,17 +321,27 @@ def figures(halts: guard_rules.Rounds, channels: guard_rules.Rounds, made: Runs,
 
 
 def _kept(halts: guard_rules.Rounds, made: Runs) -> dict[str, Any]:
-    """At the halt: the score without noise as a share of its best; how much of the fall the best-scored model has."""
+    """At the halt: the score without noise as a share of its best."""
     assert made.clean is not None
     clean = np.broadcast_to(made.clean, made.heldout.shape)[:, 0]
-    lost = []
-    for run in np.flatnonzero(halts > made.begins)[:50]:
-        best = int(made.heldout[: halts[run], run].argmax())
-        fall = clean[: halts[run]].max() - clean[halts[run] - 1]
-        lost += [float((clean[: halts[run]].max() - clean[best]) / fall)] if fall > 0 else []
     at = clean[np.where(halts > 0, halts, len(clean)) - 1]
     top = float(clean.max())
-    return {"lost": lost, "kept": float((at / top).mean()) if top > 0 else None, "stopped": float(np.mean(halts))}
+    return {"kept": float((at / top).mean()) if top > 0 else None, "stopped": float(np.mean(halts))}
+
+
+def _lost_at(halts: guard_rules.Rounds, made: Runs) -> list[float]:
+    """The share of the fall that is in the model to which the product's verdict goes back, for two halted runs."""
+    assert made.clean is not None
+    clean, found = np.broadcast_to(made.clean, made.heldout.shape)[:, 0], list[float]()
+    for run in np.flatnonzero(halts > made.begins)[:2]:
+        until = int(halts[run])
+        in_loop = None if made.in_loop is None else made.in_loop[:until, run]
+        verdict = guard_rules.folded(made.heldout[:until, run], in_loop, guard=_guard(made))[1]
+        assert verdict is not None and verdict.rollback_to is not None, "its twin halts there"
+        best, back = int(clean[:until].argmax()), verdict.rollback_to  # model n is scored in round n + 1
+        fall = clean[best] - clean[until - 1]
+        found += [float((clean[best] - clean[back]) / fall) if back > best else 0.0] if fall > 0 else []
+    return found
 
 
 def _gaps_at_best(halts: guard_rules.Rounds, channels: guard_rules.Rounds, heldout: guard_rules.Array) -> int:

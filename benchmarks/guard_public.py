@@ -181,6 +181,7 @@ def published(run: Published) -> Sample:
     """Where every rule stops a published run, in rounds, and by which reason ours does."""
     held, trained = run.scores()
     check_twins(held, trained, guard=_OURS)
+    verdict = folded(held[:, 0], trained[:, 0], guard=_OURS)[1]
     begins = run.onset // STEPS
     before, after = held[:begins, 0], held[begins:, 0]
     return {
@@ -190,7 +191,7 @@ def published(run: Published) -> Sample:
         "change": float(after[-len(after) // 2 :].mean() - before[-len(before) // 2 :].mean()),
         "sd": float(np.std(np.diff(before), ddof=1) / np.sqrt(2)),
         "stops": {rule: int(judge(held, trained)[0]) for rule, judge in RULES.items()},
-        "reason": folded(held[:, 0], trained[:, 0], guard=_OURS)[1],
+        "reason": verdict.reason if verdict else "",
     }
 
 

@@ -20,6 +20,7 @@ from diloco_orchestrator.guard import (
 from diloco_orchestrator.guard.channels import early, falls, hacking_gap, noise, outliers, step_down
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.sequential_v3 import SteadyNoise
+from diloco_orchestrator.protocol.verdict import Verdict
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
 CHANNELS = ("", "step down", "fall", "gap", "early collapse", "new low")
@@ -552,8 +553,8 @@ def folded(
     weight: Array | None = None,
     gains: Array | None = None,
     guard: SequentialGuard | None = None,
-) -> tuple[int, str]:
-    """The round in which the product's `SequentialGuard` halts one run, 0 if it does not, and its reason."""
+) -> tuple[int, Verdict | None]:
+    """The round in which the product's `SequentialGuard` halts one run, and its verdict; 0 and None if it does not."""
     guard, state = guard or SequentialGuard(), None
     for t in range(len(heldout)):
         total = 10**9
@@ -569,8 +570,8 @@ def folded(
         )
         state, verdict = guard.fold(state, evidence)
         if verdict.fire:
-            return t + 1, verdict.reason
-    return 0, ""
+            return t + 1, verdict
+    return 0, None
 
 
 def updated(heldout: Array, in_loop: Array, patience: int) -> int:

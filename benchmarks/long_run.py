@@ -145,6 +145,9 @@ class LongRun:
             origins=manifest.origins,
             train_s=manifest.train_s,
             manifest_sha256=sha256_hex(manifest.to_bytes()),
+            tokens=manifest.tokens,
+            norm=manifest.payload.norm if manifest.payload else 0.0,
+            payload=manifest.payload.digest if manifest.payload else "",
         )
 
     # -- beside the rounds ---------------------------------------------------------------------------------------
