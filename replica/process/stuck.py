@@ -77,7 +77,8 @@ class StuckWatch:
         self._still_s += passed_s
         # The CPU time of a child that has ended is missing in the sum, which is then less than it was.
         busy = not 0 <= work.cpu_s - self._began.cpu_s <= _BUSY_SHARE * self._still_s
-        if doing != self._seen or busy or not 0 <= work.moved - self._began.moved <= _BUSY_BYTES:
+        # A connection that was closed is missing too: stores close idle ones at any time.
+        if doing != self._seen or busy or abs(work.moved - self._began.moved) > _BUSY_BYTES:
             self._seen, self._began, self._still_s = doing, work, 0.0
         if self._still_s < self._limit_s:
             return None
