@@ -110,9 +110,9 @@ def test_connections_to_the_store_that_come_and_go_are_no_work(waiting):
     replica = waiting()
 
     def close(number: int) -> None:
-        replica.work = Work(0.0, 100_000 - 300 * number)
+        replica.work = Work(0.0, 20_000_000 - 300 * number)
 
-    assert replica.after(HALF_AN_HOUR + 1, close)
+    assert replica.after(HALF_AN_HOUR + 2, close)
 
 
 def test_a_wait_of_this_package_has_limits_of_its_own(waiting):
