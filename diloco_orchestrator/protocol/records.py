@@ -5,7 +5,7 @@ people; the protocol never compares them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, JsonValue
@@ -124,7 +124,7 @@ class Start(Record):
     """start.json, the start record: trained parameters, shards and digest of the first base, and the held-out set."""
 
     record: ClassVar[str] = "start"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"path", "scores_strangers"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"path", "scores_strangers", "heldout_by"})
     run_sha256: Sha256
     parameters: tuple[ParameterInfo, ...]  # in name order
     fragments: tuple[tuple[str, ...], ...]  # parameter names, in the order in which they are synchronised
@@ -142,6 +142,12 @@ class Start(Record):
     first_files: dict[FileName, FileInfo] | None = None
     path: Literal["gather", "scatter_reduce"] | None = None  # which one path="auto" takes; None for other settings
     scores_strangers: Literal[True] | None = None  # whether replicas score strangers' work before it is averaged
+    # Whose scores and training metrics the guard counts: of replicas that are no strangers'. None: everybody's.
+    heldout_by: Literal["launched"] | None = None
+
+    def unheard(self, invited: Collection[int]) -> frozenset[int]:
+        """Ids of the replicas whose scores and metrics the guard does not count. `invited`: ids of strangers'."""
+        return frozenset(invited) if self.heldout_by else frozenset()
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:
