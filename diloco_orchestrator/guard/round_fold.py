@@ -22,16 +22,9 @@ from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers
 from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    Discounted,
-    HeldoutSet,
-    Quarantine,
-    Score,
-    VaultScore,
-)
+from diloco_orchestrator.protocol.records import Commit, Contribution, Discounted, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 _SHARES_SHOWN = 4  # in a reason

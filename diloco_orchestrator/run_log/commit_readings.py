@@ -15,7 +15,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
     LegRules,

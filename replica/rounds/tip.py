@@ -17,7 +17,8 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, Disagreeing, HeldoutSet
+from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing
+from diloco_orchestrator.protocol.start_records import AdapterPair, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.rebuild import Tip

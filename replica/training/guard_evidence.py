@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems

@@ -12,7 +12,8 @@ import torch
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.guard.round_fold import vault_base
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
-from diloco_orchestrator.protocol.records import VaultScore, VaultSet
+from diloco_orchestrator.protocol.records import VaultScore
+from diloco_orchestrator.protocol.start_records import VaultSet
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.rounds.work_scores import summed
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, ShownBase, undisturbed, values_of

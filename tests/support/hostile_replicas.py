@@ -24,16 +24,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    HeldoutSet,
-    Metric,
-    Origin,
-    Payload,
-    Score,
-    Shard,
-)
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Origin, Payload, Score, Shard
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.weights import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
