@@ -12,7 +12,8 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.verify.inventory import foreign_files, unpinned_kind, unpinned_record
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Snapshot, Start
+from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store

@@ -25,7 +25,8 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start, decide_start
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Snapshot, Start
+from diloco_orchestrator.protocol.records import FileInfo, Snapshot
+from diloco_orchestrator.protocol.start_records import Began, Follows, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe

@@ -14,7 +14,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd
 from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Snapshot, Start
+from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
