@@ -20,7 +20,7 @@ from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.entries import Entry
@@ -154,7 +154,7 @@ class Machine:
                 if ending := self._end_of_run():
                     self._say(ending)
                     return EXIT_DONE
-                if self._lent is not None:
+                if self._lent is not None and self._log is not None:  # the run that the link names
                     self._lent.look(self._store)
                 offer = self._take()
             except (StoreUnavailable, StoreFull) as error:
@@ -195,10 +195,8 @@ class Machine:
             except NoSuchRun:
                 return ""
             check_signed_by(self._log.run, self._store.url, self._settings.signed_by)
-            if self._settings.run_sha256 not in (None, self._log.run_sha256):
-                raise ConfigError(
-                    f"{self._store.url} holds another run than the link names: it was replaced. Ask for another link."
-                )
+            if self._settings.run_sha256 is not None:
+                check_is_run_of_link(self._log, self._settings.run_sha256)
             if self._log.run.signed_by is not None:
                 self._say(f"it is signed by {self._log.run.signed_by.key}; this machine is {self._user.public.text()}")
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
@@ -346,3 +344,11 @@ class Machine:
         if self.why_leaving():  # asked for between the start and the line above
             attempt.ask_to_end()
         return attempt.attend()
+
+
+def check_is_run_of_link(run_log: RunLog, run_sha256: Sha256) -> None:
+    """Raise `ConfigError` unless run.json has the sha256 that a link names."""
+    if run_log.run_sha256 != run_sha256:
+        raise ConfigError(
+            f"{run_log.store.url} holds another run than the link names: it was replaced. Ask for another link."
+        )
