@@ -232,8 +232,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     from diloco_orchestrator.run_log.run_log import RunLog
 
     try:
-        run_log = RunLog(store)
-        why = why_not_launched_here(run_log)
+        why = why_not_launched_here(RunLog(store))
     except NoSuchRun:
         why = "there is no run in it yet"
     if why:
@@ -244,7 +243,8 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
         )
 
     def why_not(offer: "Offer") -> str:
-        if is_of_run(offer, run_log, settings_begun_here(run_log)):
+        run_log = RunLog(store)  # that this user may have launched anew since
+        if not why_not_launched_here(run_log) and is_of_run(offer, run_log, settings_begun_here(run_log)):
             return ""
         return (
             "its command, environment or code is not that of the run which you launched: somebody else may have put it "
