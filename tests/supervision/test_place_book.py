@@ -192,10 +192,21 @@ def test_a_vendor_whose_price_becomes_no_price_gets_no_further_attempt(price):
     coordinator = town.coordinator()
     town.run(coordinator, 5)
     town.cheap.price = lambda request: None if price is None else Price(price, "its list")
-    town.run(coordinator, 300)  # prices are asked for every five minutes
+    town.run(coordinator, 300)  # prices are asked for every minute
     town.cheap.states[1, 1] = ReplicaStatus(ReplicaState.PREEMPTED)
     town.run(coordinator, 20)
     assert town.alive(coordinator) == {0: "cheap", 1: "dear"}
+
+
+def test_a_vendor_whose_price_is_nothing_gets_all_that_may_train_and_loses_them_to_the_limit_once_it_asks_for_money():
+    town = Town(usd_per_hour=3.0)
+    town.cheap.usd = 0.0
+    coordinator = town.coordinator()
+    town.run(coordinator, 5)
+    assert town.alive(coordinator) == {0: "cheap", 1: "cheap", 2: "cheap"}
+    town.cheap.usd = 2.0
+    town.run(coordinator, 120)  # prices are asked for every minute
+    assert list(town.alive(coordinator).values()) == ["cheap"] and town.dear.launched == []
 
 
 def test_the_limit_on_dollars_an_hour_decides_how_many_train():
