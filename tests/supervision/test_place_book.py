@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, Intent
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.place_answers import START_S
+from diloco_orchestrator.supervision.place_answers import START_S, Answers
 from diloco_orchestrator.supervision.place_book import first_launches
 from executors.contract import (
     ExecutorDenied,
@@ -115,6 +115,13 @@ def test_a_place_without_a_machine_rests_for_longer_each_time_and_its_words_are_
         town.run(coordinator, 10)
     rests = [after - before for before, after in pairwise(town.cheap.asked[1:])]
     assert rests[0] >= 60 and all(after >= 1.8 * before for before, after in pairwise(rests)), rests
+
+
+@pytest.mark.parametrize(("returns", "rest_s"), [(0, 600.0), (3, 120.0), (19, 60.0)])
+def test_a_place_that_has_had_machines_again_rests_for_a_twentieth_of_its_mean_time_without_any(returns, rest_s):
+    """It has had none for 9,600 s altogether, and refuses for the sixth time; a rest has a minute at the least."""
+    answers = Answers(times=5, without_s=9_500.0, returns=returns, refused_since=900.0, refused_at=940.0)
+    assert answers.refused("none", 1000.0, 1000.0).rests_until == pytest.approx(1000.0 + rest_s)
 
 
 def test_a_place_that_has_machines_again_gets_the_next_attempt_after_its_rest():
