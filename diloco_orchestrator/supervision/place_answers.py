@@ -46,7 +46,7 @@ class Answers:
         elif self.returns:
             mean_s = (self.without_s + max(0.0, now - max(since, self.trained_at))) / (self.returns + 1)
             longest_s = min(longest_s, max(first_s, _UNSEEN * mean_s))
-        rests_until = now + min(first_s * 2.0**self.times, longest_s)
+        rests_until = now + min(math.ldexp(first_s, min(self.times, 32)), longest_s)  # 2 ** 1024 is no float
         return replace(found, times=self.times + 1, rests_until=rests_until, wastes=wastes)
 
     def given(self, launched_at: float, start_s: float) -> Self:

@@ -117,6 +117,14 @@ def test_a_place_without_a_machine_rests_for_longer_each_time_and_its_words_are_
     assert rests[0] >= 60 and all(after >= 1.8 * before for before, after in pairwise(rests)), rests
 
 
+def test_a_place_that_refuses_for_weeks_is_asked_every_ten_minutes():
+    answers, now = Answers(), 0.0
+    for _ in range(2000):
+        answers = answers.refused("no quota", now, now)
+        now = answers.rests_until
+    assert now == pytest.approx(60 + 120 + 240 + 480 + 1996 * 600)
+
+
 @pytest.mark.parametrize(("returns", "rest_s"), [(0, 600.0), (3, 120.0), (19, 60.0)])
 def test_a_place_that_has_had_machines_again_rests_for_a_twentieth_of_its_mean_time_without_any(returns, rest_s):
     """It has had none for 9,600 s altogether, and refuses for the sixth time; a rest has a minute at the least."""
