@@ -236,6 +236,27 @@ def test_the_guard_counts_what_launched_replicas_report_alone(strangers):
     assert states[0] == states[1]
 
 
+def test_a_stranger_without_scores_changes_no_verdict_of_the_final_evaluation():
+    """The last base was compared with no training metric then, and an alarm about it waited for a further round."""
+    verdicts = []
+    for abstains in (False, True):
+        fleet, participants = fleet_of(rounds=1)
+        for score in (1.0, -1e6):
+            for each in participants:
+                dealt = deal(5, each.open.scorers).get(each._attempt.replica_id, [])
+                scores = tuple(Score(share=share, sum=10 * score, count=10) for share in dealt)
+                in_loop = None if each.open.final_evaluation else Metric(sum=30.0, count=30)
+                said = answer(each, GOOD, replace(report(), scores=scores, in_loop=in_loop))
+            if abstains and said.kind == "scores":
+                absent = said.model_copy(update={"kind": "abstention", "reason": "not today"})
+                fleet.engine.put(keys.contribution(said.round, said.replica_id), absent.to_bytes())
+            commit = together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+        assert commit.stop == "completed"
+        verdicts.append(commit.verdict)
+        assert_right(fleet, participants)
+    assert verdicts[0] == verdicts[1] and verdicts[0] is not None and verdicts[0].in_loop == 1.0
+
+
 def test_a_stranger_that_was_left_out_drops_that_work():
     _, participants = fleet_of()
     commit = played(participants, [GOOD, GOOD, GOOD, GOOD, HARMFUL])
