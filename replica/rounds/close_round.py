@@ -258,6 +258,7 @@ class RoundCloser:
             numel=self._tip.base.numel(opened.names),
             shard_numel=self._tip.base.shard_numel,
             config=self._attempt.config,
+            final_evaluation=opened.final_evaluation,
         )
 
     def _check_claims(self) -> None:
@@ -291,6 +292,7 @@ class RoundCloser:
             named,
             is_rebuildable(attempt.config, opened.outer_step),
             self._checks.of_strangers(),
+            self._tip.unheard,
         )
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
         halt = self._halt.reason if self._halt else ""

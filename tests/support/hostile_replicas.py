@@ -24,16 +24,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    HeldoutSet,
-    Metric,
-    Origin,
-    Payload,
-    Score,
-    Shard,
-)
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Origin, Payload, Score, Shard
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.weights import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
@@ -153,6 +145,7 @@ class Writer:
     delta: torch.Tensor  # its own pseudo-gradient, (parameters,) float32
     honest: Contribution  # its manifest, if it were honest, without a payload
     others: list[torch.Tensor]  # pseudo-gradients of the honest replicas
+    own: Score  # of its own held-out share, also where the guard does not count it
     memory: dict[str, Any] = field(default_factory=dict)  # kept from round to round
 
     def send(self, vector: torch.Tensor, **changes: Any) -> None:
@@ -280,7 +273,8 @@ class HostileFleet(Fleet):
                 self.store.create(keys.contribution(round_, i), manifest.to_bytes())
             elif not final_evaluation:
                 memory = self._memory.setdefault(i, {"draw": torch.Generator().manual_seed(self._seed)})
-                self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], memory))
+                score = self._score(i, scores)
+                self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], score, memory))
         for participant in self.deciders[1:] if self.scores_strangers else ():
             participant._closer._observe(waited=False)  # scores and reports, as all do before the first one commits
         for participant in self.deciders:
@@ -305,15 +299,19 @@ class HostileFleet(Fleet):
         return own, others
 
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
-        """What an honest replica says: its share's scores, and its own training loss."""
-        share = losses[replica_id * self._share % HELDOUT :][: self._share]
+        """What an honest replica says: the scores of the shares dealt to it, and its own training loss."""
+        dealt = deal(self.replicas, self.deciders[0].open.scorers).get(replica_id, ())
         return ContributionFields(
             steps=STEPS,
             tokens=STEPS * BATCH,
             in_loop=Metric(sum=-in_loop * STEPS, count=STEPS),
-            scores=(Score(share=replica_id, sum=-float(share.sum()), count=self._share),),
+            scores=tuple(self._score(share, losses) for share in dealt),
             progress=report().progress,
         )
+
+    def _score(self, share: int, losses: torch.Tensor) -> Score:
+        of_share = losses[share * self._share % HELDOUT :][: self._share]
+        return Score(share=share, sum=-float(of_share.sum()), count=self._share)
 
 
 # -- the scripts ------------------------------------------------------------------------------------------------------
@@ -349,7 +347,7 @@ def _with_value(value: float) -> Attack:
 def _late_flood(writer: Writer) -> None:
     """Nothing in time; manifests of huge payloads in all rounds that are closed."""
     for round_ in range(max(1, writer.round - 3), writer.round):
-        late = Writer(writer.fleet, writer.replica_id, round_, writer.delta, writer.honest, [])
+        late = Writer(writer.fleet, writer.replica_id, round_, writer.delta, writer.honest, [], writer.own)
         late.send_raw(1000.0 * writer.delta, round=round_)
 
 
