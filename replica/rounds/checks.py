@@ -345,9 +345,13 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """Reports that count about a payload shard, by replica id: whether the shard is good."""
+        """Reports that count about a payload shard, by replica id: whether the shard is good.
+
+        What strangers say of each other's work does not count: one person may run several.
+        """
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
-        without = {answer.replica_id, *self._tip.barred}
+        invited = self._attempt.config.invited
+        without = {answer.replica_id, *self._tip.barred, *(invited if answer.replica_id in invited else ())}
         return {replica_id: good for replica_id, good in heard.items() if replica_id not in without}
 
     def _needed(self, shard: PayloadShard) -> int:

@@ -128,7 +128,7 @@ class WorkScores:
         return values
 
     def _unless_it_raises(self, manifest: Contribution, score: Callable[[], T], otherwise: T) -> T:
-        """What `score` returns of a stranger's contribution; `otherwise` where the function that scores raises."""
+        """The result of `score`, of a stranger's contribution; `otherwise` where the function that scores raises."""
         try:
             return score()
         except (PayloadCorrupt, Preempted):
