@@ -17,6 +17,7 @@ from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Quarantine, Score
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -163,6 +164,22 @@ def test_an_error_about_a_strangers_work_ends_nobody_and_is_harm():
     for i in LAUNCHED:
         participants[i]._closer._observe(waited=False)  # scores and reports
     assert list(left_out(close(participants[0]).commit)) == [4]
+
+
+@pytest.mark.parametrize(("path", "author"), [("gather", 4), ("gather", 1), ("scatter_reduce", 4)])
+def test_no_replica_fills_a_commit_with_check_records(path, author):
+    """Some eighty thousand empty ones, 107 bytes each in it, would make a commit longer than one may be, and void."""
+    fleet, participants = fleet_of(path=path)
+    attempt = participants[author]._attempt
+    about = {"replica_id": author, "attempt": 1, "claim_sha256": attempt.claim_sha256}
+    for number in range(20, 100):
+        record = Checked(**attempt.stamp(), round=1, leg=1, number=number, read=(), **about)
+        assert attempt.writer.create(record) is not None
+    commit = played(participants, [GOOD] * 5)
+    most = 0 if path == "gather" and author in STRANGERS else 64 + 5
+    numbers = [each.number for each in commit.checks or () if each.replica_id == author and each.number >= 20]
+    assert numbers == list(range(20, most + 1)) and commit.applied
+    assert_right(fleet, participants)
 
 
 def test_what_strangers_say_of_their_train_times_moves_no_deadline():
