@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Quarantine, Score
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -143,6 +145,54 @@ def test_who_polls_seldom_has_its_scores_counted():
             closers[i]._observe(waited=False)
         counted.append({each.replica_id for each in closers[0]._decide()[2]})
     assert counted == [set(LAUNCHED), set(LAUNCHED), {*LAUNCHED, *STRANGERS}]
+
+
+def test_an_error_about_a_strangers_work_ends_nobody_and_is_harm():
+    """As of a function that samples, where probabilities are not finite: it ended every launched replica."""
+    _, participants = fleet_of()
+
+    def sampling(i: int, base: Base) -> Sequence[float]:
+        if min(values := scores(i)(base)) < -99:
+            raise ValueError("probability tensor contains either inf, nan or element < 0")
+        return values
+
+    for i in LAUNCHED:
+        measure = partial(sampling, i)
+        participants[i].score_strangers_by(measure, lambda base, _, measure=measure: (measure(base), [0.0] * 10))
+    for each, value in zip(participants, [GOOD, GOOD, GOOD, GOOD, -1e4], strict=True):
+        answer(each, value, report(share=each._attempt.replica_id, score=1.0))
+    for i in LAUNCHED:
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    assert list(left_out(close(participants[0]).commit)) == [4]
+
+
+@pytest.mark.parametrize(("path", "author"), [("gather", 4), ("gather", 1), ("scatter_reduce", 4)])
+def test_no_replica_fills_a_commit_with_check_records(path, author):
+    """Some eighty thousand empty ones, 107 bytes each in it, would make a commit longer than one may be, and void."""
+    fleet, participants = fleet_of(path=path)
+    attempt = participants[author]._attempt
+    about = {"replica_id": author, "attempt": 1, "claim_sha256": attempt.claim_sha256}
+    for number in range(20, 100):
+        record = Checked(**attempt.stamp(), round=1, leg=1, number=number, read=(), **about)
+        assert attempt.writer.create(record) is not None
+    commit = played(participants, [GOOD] * 5)
+    most = 0 if path == "gather" and author in STRANGERS else 64 + 5
+    numbers = [each.number for each in commit.checks or () if each.replica_id == author and each.number >= 20]
+    assert numbers == list(range(20, most + 1)) and commit.applied
+    assert_right(fleet, participants)
+
+
+def test_what_strangers_say_of_their_train_times_moves_no_deadline():
+    """More of them than launched replicas could end rounds after two seconds, or make them wait for months."""
+    fleet, participants = fleet_of(replicas=6, invited=[2, 3, 4, 5], quorum=2)
+    for each in participants:
+        answer(each, GOOD, report(share=each._attempt.replica_id, score=1.0))
+    for i in (2, 3, 4, 5):
+        key = keys.contribution(1, i)
+        said = Contribution.from_bytes(fleet.store.get(key), key)
+        fleet.store.put(key, said.model_copy(update={"train_s": 1e9}).to_bytes())
+    together([lambda each=each: close(each) for each in participants[:2]])  # type: ignore[misc]
+    assert all(0.0 < each._closer._timing.usual_s < 1e3 for each in (participants[0], fleet.join(1)))
 
 
 def test_scores_that_are_not_finite_are_harm():
