@@ -277,6 +277,20 @@ def test_credentials_without_a_key_change_nothing(row: str):
     assert not done.disagreement and (debris <= named or len(debris) > 500)
 
 
+def a_million(run: Attacked) -> Objects:
+    if not run.written:
+        for prefix in (keys.contributions(1), keys.contributions(2), keys.attempts(1), keys.LEGS):
+            for number in range(66_666):  # each under four names
+                yield f"{prefix}{number}", b"x"
+
+
+@pytest.mark.slow
+def test_a_million_stray_keys_change_nothing():
+    """Listed at every poll. Some seven minutes of CPU time, and 1 GiB of memory."""
+    run = attacked("gather", a_million)
+    assert len(run.written) > 1_000_000 and verify_run(run.bucket).agrees
+
+
 def model_of(run: Attacked, folder: Path) -> dict[str, bytes]:
     copy_model(RunLog(run.bucket), folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
