@@ -61,7 +61,8 @@ from measuring import ROOT, Results, Sample, markdown, pick, publish
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import RoundReports, SequentialGuard, fold, items_needed
 from diloco_orchestrator.guard.sequential_v3 import SequentialV3
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 Rng = np.random.Generator
 NOISES = ((0.5, 0.0025), (0.5, 0.005), (0.0, 0.01), (0.5, 0.02), (0.7, 0.02), (0.5, 0.05))

@@ -38,7 +38,8 @@ from diloco_orchestrator.guard.fold import fold
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Run, Score
+from diloco_orchestrator.protocol.records import Metric, Run, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.memory import MemoryStore

@@ -19,9 +19,10 @@ from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Record, Stamp
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Run, Start
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Run
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
 from diloco_orchestrator.protocol.rounds import Action, Decision, Position
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.segments import write_segments

@@ -51,17 +51,8 @@ from diloco_orchestrator.protocol import keys, pace, rounds, weights
 from diloco_orchestrator.protocol.check_records import Checked, ReadShards
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import By, Stamp
-from diloco_orchestrator.protocol.records import (
-    Answer,
-    Commit,
-    Contribution,
-    HeldoutSet,
-    Metric,
-    Origin,
-    Payload,
-    Score,
-    Shard,
-)
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Score, Shard
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.straggler import StragglerDeadline
 from diloco_orchestrator.protocol.void_commits import why_unread
 from diloco_orchestrator.store.memory import MemoryStore

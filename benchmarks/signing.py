@@ -1,18 +1,26 @@
 """What signing costs a replica in a round: CPU time of its own writes and of reading the others' records.
 
     python benchmarks/signing.py
+    python benchmarks/signing.py --strays 100000
 
 One process plays a round of one replica over memory: it writes payload, manifest and commit, lists the round and reads
 every other manifest and the commit, unsigned and signed. Prints milliseconds of CPU time for each number of replicas.
+
+With `--strays` it lists the manifests of a round, below which somebody without a key has put so many objects, twice:
+by who has a key of the run and by who has none. Prints microseconds of CPU time for each object.
 """
 
+import argparse
 import statistics
 import time
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
 from diloco_orchestrator.signing.keys import RunKey
 from diloco_orchestrator.signing.signed_store import SignedStore
@@ -63,7 +71,37 @@ def stores_of(replicas: int, signed: bool) -> list[Store]:
     return [SignedStore(stored, {ENV_ATTEMPT_KEY: secret}) for secret in secrets]
 
 
+def strays(count: int) -> None:
+    """A poll of a round below whose manifests somebody has put objects: of keys of their own, or all of one key."""
+    stranger = Ed25519PrivateKey.generate()  # a signature by some key costs its reader more than random characters
+    print("names | listed by | first poll, us an object | next poll | of the listing itself")
+    for what in ("of a key each", "of one key"):
+        ours = stores_of(2, True)[0]
+        assert isinstance(ours, SignedStore)
+        for number in range(count):
+            of = number if what == "of a key each" else 0
+            name = stored_name(keys.contribution(1, of), 0, stranger.sign(str(number).encode()))
+            ours.beneath.create(name, b"")
+        readers = {"nobody's rules": ours.beneath, "a replica": ours, "who has no key": SignedStore(ours.beneath, {})}
+        used = {}
+        for who, store in readers.items():
+            used[who] = []
+            for _ in range(2):
+                began = time.process_time()
+                for _ in store.list(keys.contributions(1)):
+                    pass
+                used[who].append(1e6 * (time.process_time() - began) / count)
+        (plain, _), *found = (used.pop("nobody's rules"), *used.items())
+        for who, (first, following) in found:
+            print(f"{what} | {who} | {first - plain:.1f} | {following - plain:.1f} | {plain:.1f}")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strays", type=int, help="objects that nobody of the run has written")
+    if (count := parser.parse_args().strays) is not None:
+        strays(count)
+        return
     print("replicas | unsigned, ms | signed, ms | more, ms")
     for replicas in REPLICAS:
         plain, signed = (

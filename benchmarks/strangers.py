@@ -130,7 +130,7 @@ def _copied(writer: Writer) -> None:
 
 def _says_that_it_falls(writer: Writer) -> None:
     """Honest work. The score that it reports of its own share falls by .02 an item a round, from the 11th on."""
-    (own,) = writer.honest.scores
+    own = writer.own
     fallen = 0.02 * max(0, writer.round - 10) * own.count
     writer.send(writer.delta, scores=(Score(share=own.share, sum=(own.sum or 0.0) - fallen, count=own.count),))
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.clock import MOST_PARALLEL
 from diloco_orchestrator.codecs.table import LARGEST_GROUP, get_codec
 from diloco_orchestrator.config import RunConfig
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.start_records import Start
 
 log = logging.getLogger(__name__)
 

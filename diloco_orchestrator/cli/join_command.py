@@ -145,12 +145,15 @@ def _folder_of_run(url: str, clock: "Clock", patience: "RetryPolicy", hours: flo
 def _lent_by(link: "Link", clock: "Clock", patience: "RetryPolicy", every_s: float) -> "Lent | None":
     """The newest access to the store that was lent to this machine, in use until the command ends.
 
-    None if the link lends none, so that this machine's own account counts. A store that cannot be reached is asked
-    again every `every_s` seconds. Raises `ConfigError` if the store refuses what was lent.
+    None if the link lends none, so that this machine's own account counts. A store that cannot be reached, or whose
+    run.json is missing, is asked again every `every_s` seconds. Raises `ConfigError` if the store refuses what was
+    lent, and for another run than the link names: nothing is taken from that.
     """
-    from diloco_orchestrator.errors import StoreUnavailable
+    from diloco_orchestrator.errors import NoSuchRun, StoreUnavailable
     from diloco_orchestrator.join.grants import Lent, LentCredentials
+    from diloco_orchestrator.join.machine import check_is_run_of_link
     from diloco_orchestrator.join.windows import LentRequests
+    from diloco_orchestrator.run_log.run_log import RunLog
     from diloco_orchestrator.run_log.run_store import of_run
     from diloco_orchestrator.store.open_store import open_store
 
@@ -167,9 +170,11 @@ def _lent_by(link: "Link", clock: "Clock", patience: "RetryPolicy", every_s: flo
     with _explained(link, lent):
         while True:  # before what it opens is opened
             try:
-                lent.find(of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {}))
+                store = of_run(open_store(link.url, link.storage_options(), clock=clock, retry=patience), {})
+                check_is_run_of_link(RunLog(store), link.run_sha256)
+                lent.find(store)
                 return lent
-            except StoreUnavailable as error:
+            except (StoreUnavailable, NoSuchRun) as error:
                 echo(str(error), err=True)
                 clock.sleep(every_s)
 
@@ -227,8 +232,7 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
     from diloco_orchestrator.run_log.run_log import RunLog
 
     try:
-        run_log = RunLog(store)
-        why = why_not_launched_here(run_log)
+        why = why_not_launched_here(RunLog(store))
     except NoSuchRun:
         why = "there is no run in it yet"
     if why:
@@ -239,7 +243,8 @@ def only_own_offers(store: "Store") -> Callable[["Offer"], str]:
         )
 
     def why_not(offer: "Offer") -> str:
-        if is_of_run(offer, run_log, settings_begun_here(run_log)):
+        run_log = RunLog(store)  # that this user may have launched anew since
+        if not why_not_launched_here(run_log) and is_of_run(offer, run_log, settings_begun_here(run_log)):
             return ""
         return (
             "its command, environment or code is not that of the run which you launched: somebody else may have put it "

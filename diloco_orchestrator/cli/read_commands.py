@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from posixpath import normpath
@@ -42,13 +42,16 @@ def status(url: str, as_json: bool) -> None:
     """Show the state of the run in URL: rounds, scores, replicas, costs."""
     from shlex import quote
 
-    from diloco_orchestrator.clock import SystemClock
+    from diloco_orchestrator.clock import SystemClock, ThreadBackground
     from diloco_orchestrator.inspection.explain import why_still
+    from diloco_orchestrator.inspection.passed_over import passed_over
     from diloco_orchestrator.inspection.terminal import Console, overview
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
 
     reader = reader_of(url)
+    others = passed_over(reader.log, ThreadBackground())
     found = reader.status()
+    found = replace(found, unreadable=sorted([*others, *found.unreadable]))
     if as_json:
         echo(json.dumps(found.to_json()))
         return

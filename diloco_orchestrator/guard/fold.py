@@ -13,7 +13,8 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.registry import UNNAMED, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports, measure
 from diloco_orchestrator.guard.rule import Evidence, finite_or_none
-from diloco_orchestrator.protocol.records import Discounted, HeldoutSet, Quarantine
+from diloco_orchestrator.protocol.records import Discounted, Quarantine
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
 
 _EMPTY: Mapping[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.errors import Documented
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number, plain
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 
 _NONFINITE_ROUNDS = 2  # in a row without a finite score

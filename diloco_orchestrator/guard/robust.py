@@ -11,7 +11,8 @@ from typing import Any
 
 from diloco_orchestrator.guard.rule import Evidence, finite_or_none
 from diloco_orchestrator.guard.vault import VaultChange
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score, VaultScore
+from diloco_orchestrator.protocol.records import Metric, Score, VaultScore
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 _FEWEST = 3  # values: with fewer, a median does not show who differs
 _CLIP = 2.5  # spreads from the median at which a value is clipped

@@ -22,16 +22,9 @@ from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers
 from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    Discounted,
-    HeldoutSet,
-    Quarantine,
-    Score,
-    VaultScore,
-)
+from diloco_orchestrator.protocol.records import Commit, Contribution, Discounted, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import VerdictKind
 
 _SHARES_SHOWN = 4  # in a reason
@@ -47,6 +40,7 @@ def fold_round(
     named: Sequence[Contribution],
     rebuildable: bool = True,
     work: StrangersWork | None = None,
+    unheard: Collection[int] = (),
 ) -> FoldResult | None:
     """The guard's new state and verdict after round `round_`; None in a run without a held-out set.
 
@@ -58,13 +52,16 @@ def fold_round(
         named: manifests that are averaged, whose training metrics count.
         rebuildable: whether the round's base can be rebuilt later (`is_rebuildable`).
         work: what was reported of strangers' contributions; None in a run that does not score them.
+        unheard: replicas that score no share for the guard, and whose metrics do not count (`Start.unheard`).
     """
     if heldout is None:
         return None
-    dealt = deal(len(heldout.shares), roster)
     known: Mapping[str, Any] = state or {}
-    harm, harmful = fold_strangers(known.get("strangers"), work, heldout, dealt, named) if work else (None, ())
-    named = _without(named, harmful)
+    # Strangers' work is scored on as many items as if strangers scored too, so that this costs launched ones no more.
+    among_all = deal(len(heldout.shares), roster)
+    harm, harmful = fold_strangers(known.get("strangers"), work, heldout, among_all, named) if work else (None, ())
+    dealt = deal(len(heldout.shares), [replica_id for replica_id in roster if replica_id not in unheard])
+    named = [manifest for manifest in _without(named, harmful) if manifest.replica_id not in unheard]
     named, local, quarantined = _without_suspects(state, config, heldout, dealt, named)
     scores = [
         score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
@@ -111,6 +108,7 @@ def fold_of_commit(
     config: RunConfig,
     outer_step: int,
     checks: Sequence[Checked] | None = None,
+    unheard: Collection[int] = (),
 ) -> FoldResult | None:
     """The guard's state and verdict after the round of `commit`, from its manifests; None without a held-out set.
 
@@ -121,6 +119,7 @@ def fold_of_commit(
         config: of the leg (start or resume to stop).
         outer_step: outer steps in the base before the round.
         checks: the check records that it names; None in a run that does not score strangers' contributions.
+        unheard: replicas whose scores and metrics do not count.
     """
     contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]
     named = contributing if len(contributing) >= config.contributions_needed else []
@@ -135,6 +134,7 @@ def fold_of_commit(
         [manifests[replica_id] for replica_id in named if replica_id in manifests],
         is_rebuildable(config, outer_step),
         None if checks is None else StrangersWork(config.invited, checks),
+        unheard,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.vault import VaultChange
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 LATCHED = "latched: "  # before the reason of a verdict that fired in an earlier round

@@ -20,7 +20,7 @@ from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.remembered import copied
 from diloco_orchestrator.guard.rule import LATCHED, Evidence, GuardRule, check_number, finite_or_none, plain
 from diloco_orchestrator.guard.vault import Vault
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 _NONFINITE_ROUNDS = 2  # in a row

@@ -16,7 +16,7 @@ from diloco_orchestrator.guard.channels.early import ADVICE, ROUNDS, NewLow
 from diloco_orchestrator.guard.channels.remembered import Remembered, RememberedTogether, added
 from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.guard.sequential_v3 import CollapseFromFirst
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 # -- noise
 

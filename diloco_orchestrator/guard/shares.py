@@ -50,14 +50,11 @@ def shares_of(items: Sequence[Any], n: int) -> list[list[Any]]:
 def deal(n: int, roster: Sequence[int]) -> dict[int, list[int]]:
     """Replica id -> the shares of held-out items that it scores, for the replicas on the roster (who takes part).
 
-    A replica scores its own share; shares of replicas off the roster go to the others in turn. Raises `ValueError` for
-    an empty roster.
+    A replica scores its own share; shares of replicas off the roster go to the others in turn.
     """
     present = sorted(set(roster))
-    if not present:
-        raise ValueError("the roster is empty: nobody can score.")
     dealt = {replica_id: [replica_id] if replica_id < n else [] for replica_id in present}
-    orphans = [share for share in range(n) if share not in dealt]
+    orphans = [share for share in range(n) if share not in dealt] if present else []
     for index, share in enumerate(orphans):
         dealt[present[index % len(present)]].append(share)
     return dealt

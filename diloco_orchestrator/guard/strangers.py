@@ -13,7 +13,8 @@ from typing import Any
 
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Quarantine
+from diloco_orchestrator.protocol.records import Contribution, Quarantine
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 # benchmarks/strangers.py tries these numbers on honest strangers and on scripted attackers.
 LIMIT = 2.5  # sigmas of harm, added up over rounds, from which a stranger's contributions are left out

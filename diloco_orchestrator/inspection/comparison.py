@@ -7,7 +7,7 @@ from typing import Any
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.report import RunFacts, facts_of, leaves
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
 

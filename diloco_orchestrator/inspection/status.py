@@ -16,9 +16,10 @@ from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
-from diloco_orchestrator.protocol.records import Begin, Commit, HeldoutSet, Out, Result, RoundMetrics, Run, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Out, Result, RoundMetrics, Run
 from diloco_orchestrator.protocol.round_metrics import never_observed, not_finite_words, sign_of
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog

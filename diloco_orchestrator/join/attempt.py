@@ -23,9 +23,11 @@ from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import OutputPieces
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd, Lease, Offer
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
+from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
@@ -183,7 +185,7 @@ class TakenAttempt:
         self._counter = 0
         self._process: AttemptProcess | None = None
         self._is_asked = False
-        self._is_offered = True  # as far as was seen; nothing is written about an attempt whose offer is gone
+        self._is_offered = True  # when last looked; nothing is written about an attempt whose offer is gone
 
     @property
     def pid(self) -> int | None:
@@ -242,6 +244,7 @@ class TakenAttempt:
         Nothing is written, and False returned, if the attempt's offer was deleted. Raises `StoreUnavailable` or
         `StoreFull` if the bucket cannot be reached or is full while the machine leaves.
         """
+        self._patiently(self._look)
         if not self._is_offered:
             return False
         self._patiently(lambda: self._output.write(to_end=True))
@@ -267,11 +270,19 @@ class TakenAttempt:
             return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", message=f"it ran for {self._offer.timeout_s:g} s")
         return None
 
+    def _look(self) -> set[str]:
+        """The keys of the records about the attempt, and whether its offer is there. One LIST request and a GET.
+
+        In a folder that was emptied and used anew, another attempt may have the same name.
+        """
+        key = keys.join_offer(self._name)
+        offer = read_optional(self._store, key)
+        self._is_offered = offer is not None and sha256_hex(offer) == self._offer_sha256
+        return {info.key for info in self._store.list(key.removesuffix(keys.JOIN_OFFER))}
+
     def _asked_for(self, ran_s: float, asked: ReplicaStatus | None) -> ReplicaStatus | None:
-        """Reason why the attempt has to end, `asked` if one was known before; None if it goes on. One LIST request."""
-        offer = keys.join_offer(self._name)
-        there = {info.key for info in self._store.list(offer.removesuffix(keys.JOIN_OFFER))}
-        self._is_offered = offer in there
+        """Reason why the attempt has to end, `asked` if one was known before; None if it goes on."""
+        there = self._look()
         if asked is not None:
             return asked
         if self._key(keys.JOIN_CANCEL) in there:

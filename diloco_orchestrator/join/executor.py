@@ -111,7 +111,8 @@ class JoinExecutor(RemoteExecutor):
         self._url: str | None = None
         self._storage_options: Mapping[str, Any] = {}
         self._opened: dict[str, Store] = {}
-        self._leases: dict[str, tuple[int, float]] = {}  # by attempt: newest counter, and when it was seen to change
+        # By the offer's digest, because names of attempts come again in a folder that was emptied; so is `_cancelled`.
+        self._leases: dict[str, tuple[int, float]] = {}  # newest counter, and when it was seen to change
         self._ended: dict[str, ReplicaStatus] = {}
         self._renew_at = 0.0
         self._sign_at = 0.0
@@ -288,30 +289,30 @@ class JoinExecutor(RemoteExecutor):
 
     def _status(self, store: Store, handle: ReplicaHandle, listed: Mapping[str, set[keys.JoinKey]]) -> ReplicaStatus:
         name, offer = handle.native_id, _offer_in(handle)
-        if name in self._ended:
-            return self._ended[name]
+        if offer in self._ended:
+            return self._ended[offer]
         records = records_about(listed, name, offer)
         if keys.JOIN_OFFER not in records:
-            return _lost("its offer is gone from the bucket") if name not in self._cancelled else _CANCELLED
+            return _lost("its offer is gone from the bucket") if offer not in self._cancelled else _CANCELLED
         if keys.JOIN_END not in records:
             if keys.JOIN_TAKEN not in records:
                 return ReplicaStatus(ReplicaState.PENDING, native_state="offered", message="no machine has joined yet")
-            silence_s = self._silence_s(name, _counter_of(store, name, offer))
+            silence_s = self._silence_s(offer, _counter_of(store, name, offer))
             has_left = silence_s > _LEFT_S and _has_exit(store, handle)
             if silence_s <= self._lost_after_s and not has_left:
                 return ReplicaStatus(ReplicaState.RUNNING, native_state="taken")
             why = "its replica has ended, and its machine has left" if has_left else "its machine gives no sign of life"
             end = _CANCELLED if keys.JOIN_CANCEL in records else _lost(why)
             self._create_end(store, name, offer, end)
-        self._ended[name] = _end_of(store, name, offer)
-        return self._ended[name]
+        self._ended[offer] = _end_of(store, name, offer)
+        return self._ended[offer]
 
-    def _silence_s(self, name: str, counter: int) -> float:
+    def _silence_s(self, offer: str, counter: int) -> float:
         """Seconds, on this process's clock, since the counter in a machine's lease changed; 0 when first seen."""
         now = self._clock.now()
-        if self._leases.get(name, (-1, 0.0))[0] != counter:
-            self._leases[name] = (counter, now)
-        return now - self._leases[name][1]
+        if self._leases.get(offer, (-1, 0.0))[0] != counter:
+            self._leases[offer] = (counter, now)
+        return now - self._leases[offer][1]
 
     def _create_end(self, store: Store, name: str, offer: str, status: ReplicaStatus) -> None:
         end = JoinEnd(**self._stamp(), state=status.state, reason=status.reason, message=status.message)
@@ -331,7 +332,7 @@ class JoinExecutor(RemoteExecutor):
             records = records_about(_listed(store, name), name, offer)
             if keys.JOIN_OFFER not in records or keys.JOIN_END in records:
                 return
-            self._cancelled.add(name)
+            self._cancelled.add(offer)
             writer, taken = Writer(store, Role.COORDINATOR), keys.join_record(name, offer, keys.JOIN_TAKEN)
             if keys.JOIN_TAKEN not in records and writer.create(Taken(**self._stamp(), by=""), taken) is not None:
                 self._create_end(store, name, offer, _CANCELLED)

@@ -20,7 +20,7 @@ from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.entries import Entry
@@ -97,7 +97,7 @@ class Machine:
         start: Start = LocalProcess,
         lent: Lent | None = None,
     ) -> None:
-        self._store = of_run(store, {})
+        self._bucket = store
         self._why_not = why_not
         self._settings = settings
         self._identity = identity
@@ -108,14 +108,19 @@ class Machine:
         self._start = start
         self._lent = lent
         self._leave_at = None if settings.hours is None else clock.now() + 3600 * settings.hours
-        self._log: RunLog | None = None
-        self._read: dict[str, bytes] = {}  # of offers, by the attempt's name
-        self._refused: set[str] = set()  # names of attempts that this machine cannot run
-        self._keys: dict[str, str] = {}  # of attempts of a signed run, by name
+        self._forget_run()
         self._attempt: TakenAttempt | None = None
         self._leaving = ""
         self._signalled = False
         self._said = ""
+
+    def _forget_run(self) -> None:
+        """Forget the run and its offers: in a folder that is emptied and used anew, names of attempts come again."""
+        self._store = of_run(self._bucket, {})
+        self._log: RunLog | None = None
+        self._read: dict[str, bytes] = {}  # of offers, by the attempt's name, the oldest reading first
+        self._refused: dict[str, str] = {}  # digests of offers that this machine cannot run, likewise
+        self._keys: dict[str, str] = {}  # of attempts of a signed run, by name
 
     def leave(self, why: str) -> None:
         """Ask the replica's process on this machine to end, and `run` to return; a second call kills it.
@@ -149,7 +154,7 @@ class Machine:
                 if ending := self._end_of_run():
                     self._say(ending)
                     return EXIT_DONE
-                if self._lent is not None:
+                if self._lent is not None and self._log is not None:  # the run that the link names
                     self._lent.look(self._store)
                 offer = self._take()
             except (StoreUnavailable, StoreFull) as error:
@@ -177,17 +182,21 @@ class Machine:
     # -- the run and its offers ----------------------------------------------------------------------------------
 
     def _end_of_run(self) -> str:
-        """A sentence about how the run ended; empty before its end. Raises `ConfigError` for missing secrets."""
+        """A sentence about how the run ended; empty before its end. Raises `ConfigError` for missing secrets.
+
+        The run is the one that is in the folder now. A GET, and a LIST request once there is a run.
+        """
+        run_json = read_optional(self._bucket, keys.RUN)
+        if self._log is not None and (run_json is None or sha256_hex(run_json) != self._log.run_sha256):
+            self._forget_run()
         if self._log is None:
             try:
                 self._log = RunLog(self._store)
             except NoSuchRun:
                 return ""
             check_signed_by(self._log.run, self._store.url, self._settings.signed_by)
-            if self._settings.run_sha256 not in (None, self._log.run_sha256):
-                raise ConfigError(
-                    f"{self._store.url} holds another run than the link names: it was replaced. Ask for another link."
-                )
+            if self._settings.run_sha256 is not None:
+                check_is_run_of_link(self._log, self._settings.run_sha256)
             if self._log.run.signed_by is not None:
                 self._say(f"it is signed by {self._log.run.signed_by.key}; this machine is {self._user.public.text()}")
             self._check_secrets(self._log.run.secret_names, f"run {self._log.run.run_id}")
@@ -211,10 +220,15 @@ class Machine:
         if self._log is None and self._settings.signed_by is not None:
             return None  # nobody has signed what lies in a folder without a run
         listed = offers_in(self._store.list(keys.JOINS))
+        self._read = {name: data for name, data in self._read.items() if name in listed}
+        if self._read:
+            del self._read[next(iter(self._read))]  # read again: another offer may have its name by now
         # Low ids first: a run that can be scaled offers ids that its first round does not wait for.
-        for name in sorted((name for name in listed if name not in self._refused), key=lambda name: (len(name), name)):
+        for name in sorted(listed, key=lambda name: (len(name), name)):
             data = self._bytes_of(name)
-            if data is None or records_about(listed, name, sha256_hex(data)) & _NOT_FREE:
+            if data is None or self._refused.get(name) == (sha256 := sha256_hex(data)):
+                continue
+            if records_about(listed, name, sha256) & _NOT_FREE:
                 continue
             offer = self._offer(name, data)
             if offer is None or self._settings.replica not in (None, offer.record.replica_id):
@@ -251,9 +265,11 @@ class Machine:
                 self._check_secrets(offer.secret_names, who(offer))
                 if self._log is not None and self._log.run.signed_by is not None:
                     self._keys[name] = self._keys_in(offer)
+        except NoSuchRun:
+            return None  # the folder is being emptied
         except (RecordInvalid, ConfigError) as error:
             self._say(f"not taken: {error}")
-            self._refused.add(name)
+            self._refused[name] = sha256_hex(data)
             return None
         return Entry(offer, sha256_hex(data))
 
@@ -328,3 +344,11 @@ class Machine:
         if self.why_leaving():  # asked for between the start and the line above
             attempt.ask_to_end()
         return attempt.attend()
+
+
+def check_is_run_of_link(run_log: RunLog, run_sha256: Sha256) -> None:
+    """Raise `ConfigError` unless run.json has the sha256 that a link names."""
+    if run_log.run_sha256 != run_sha256:
+        raise ConfigError(
+            f"{run_log.store.url} holds another run than the link names: it was replaced. Ask for another link."
+        )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.run_log.reader import read_record
+from diloco_orchestrator.run_log.reader import read_optional, read_record
 from diloco_orchestrator.store.base import Store
 
 PIECE_BYTES = 64 * 1024
@@ -46,9 +46,10 @@ class OutputPieces:
         most = self._pieces + _PIECES_AT_ONCE
         while (to_end or self._pieces < most) and (pending := self._pending or self._next(to_end)) is not None:
             self._pending = pending
-            self._store.create(keys.join_piece(self._name, self._pieces), pending[0])
-            self._pending, self._offset = None, pending[1]
-            self._pieces += 1
+            key = keys.join_piece(self._name, self._pieces)
+            if self._store.create(key, pending[0]) or read_optional(self._store, key) == pending[0]:
+                self._pending, self._offset = None, pending[1]
+            self._pieces += 1  # past one that another attempt of this name has left in a folder that was emptied
 
     def _next(self, to_end: bool) -> tuple[bytes, int] | None:
         """The next piece of the output, whole lines or part of a long one, and the offset after it; None if none."""

@@ -24,7 +24,7 @@ from diloco_orchestrator.allreduce.vectors import BLOCK, FlatTensors, aligned, e
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import AdapterPair
+from diloco_orchestrator.protocol.start_records import AdapterPair
 
 Named = Mapping[str, torch.Tensor]
 

@@ -19,7 +19,8 @@ from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer.adapter_products import LocalFactors, factors_of, step_residuals
 from diloco_orchestrator.outer.arithmetic import nesterov_step
 from diloco_orchestrator.outer.base import Base, BaseShard, NamedVector
-from diloco_orchestrator.protocol.records import AdapterPair, Contribution
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.start_records import AdapterPair
 
 ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shard index) -> verified bytes
 

@@ -1,8 +1,9 @@
 """Vote on the first base: which of several start records (start.json) the run uses, and which one a replica adopts.
 
-A start record (`records.Start`) is identified by the sha256 of its bytes, which depend on the model and the run alone,
-so replicas whose models begin with equal values write equal bytes. Each replica writes two records under its own key,
-each once: `Began` names the start record that its model gives, `Follows` the one that it has adopted for good.
+A start record (`start_records.Start`) is identified by the sha256 of its bytes, which depend on the model and the run
+alone, so replicas whose models begin with equal values write equal bytes. Each replica writes two records under its
+own key, each once: `Began` names the start record that its model gives, `Follows` the one that it has adopted for
+good.
 """
 
 from collections import Counter

@@ -14,6 +14,7 @@ from diloco_orchestrator.protocol import check_records as of_checks
 from diloco_orchestrator.protocol import key_records as of_keys
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol import records as of_runs
+from diloco_orchestrator.protocol import start_records as of_starts
 from diloco_orchestrator.protocol.keys import Form
 from diloco_orchestrator.protocol.record_format import Record
 
@@ -71,9 +72,9 @@ _LAUNCHER, _COORDINATOR, _ATTEMPT, _MACHINE, _ANYBODY = ((role,) for role in Rol
 _LARGE, _LARGER = 8 * MIB, 16 * MIB
 KINDS: tuple[Kind, ...] = (
     Kind(of_runs.Run, (Form(keys.RUN),), _LAUNCHER),
-    Kind(of_runs.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
-    Kind(of_runs.Began, (keys.began,), _ATTEMPT, by_itself=True),
-    Kind(of_runs.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
+    Kind(of_starts.Start, (Form(keys.START), keys.start_take), _ATTEMPT, _LARGER),
+    Kind(of_starts.Began, (keys.began,), _ATTEMPT, by_itself=True),
+    Kind(of_starts.Follows, (keys.follows,), _ATTEMPT, by_itself=True),
     Kind(of_averages.MeasuredLink, (Form(keys.LINK),), _ATTEMPT),
     Kind(of_runs.Probe, (Form(keys.KL_RECORD),), ()),  # of earlier versions
     Kind(of_runs.Begin, (keys.begin,), _LAUNCHER),

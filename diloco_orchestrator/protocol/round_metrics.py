@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid, nearest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED, canonical_json
-from diloco_orchestrator.protocol.records import Contribution, Disagreeing, HeldoutSet, Metric, RoundMetrics
+from diloco_orchestrator.protocol.records import Contribution, Disagreeing, Metric, RoundMetrics
 from diloco_orchestrator.protocol.replica_names import replicas
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 
 def round_metrics_of(manifests: Sequence[Contribution], averaged: Collection[int]) -> RoundMetrics:

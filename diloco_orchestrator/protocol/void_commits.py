@@ -28,6 +28,7 @@ class LegRules:
     fragments: int  # that rounds synchronise in turn
     scatters: bool = False  # whether rounds are by scatter-reduce
     scores_strangers: bool = False  # whether strangers' contributions are scored before they are averaged
+    unheard: frozenset[int] = frozenset()  # replicas whose scores and metrics the guard does not count
 
     @property
     def outer_steps(self) -> int:

@@ -15,7 +15,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, HeldoutSet, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
     LegRules,
@@ -170,6 +171,7 @@ class Conclusions:
                 max(1, fragments),
                 scatters(config, start),
                 start.scores_strangers is True,
+                start.unheard(config.invited),
             )
         return self._rules[begin.sha256]
 
@@ -188,7 +190,7 @@ class Conclusions:
         why = why_answers_differ(commit, found)
         scored = [self._check(commit, each, checks) for each in commit.checks or ()] if rules.scores_strangers else None
         if not why:
-            folded = fields_of(fold_of_commit(commit, before.guard, found, *known, scored), before.guard)
+            folded = fields_of(fold_of_commit(commit, before.guard, found, *known, scored, rules.unheard), before.guard)
             wrong = [name for name, value in folded.items() if getattr(commit, name) != value]
             why = f"its {wrong[0]} is not what the scores in its manifests give" if wrong else ""
         dealt = rules.scatters and dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred))

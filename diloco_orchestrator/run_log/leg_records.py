@@ -14,7 +14,8 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from diloco_orchestrator.protocol.legs import why_no_begin
 from diloco_orchestrator.protocol.record_format import Record, parse_json
-from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Scale, Start
+from diloco_orchestrator.protocol.records import Begin, Halt, Out, Result, Retention, Run, Scale
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import parsed, read_optional
 from diloco_orchestrator.run_log.run_store import of_run, unsigned_in

@@ -16,8 +16,9 @@ from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
 from diloco_orchestrator.protocol.record_format import StampFields
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.leg_records import LegRecords

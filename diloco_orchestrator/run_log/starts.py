@@ -13,7 +13,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import BulkDigest, Sha256, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Began, Follows, Start
+from diloco_orchestrator.protocol.start_records import Began, Follows, Start
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.store.base import Store

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.protocol.records import AdapterPair
+from diloco_orchestrator.protocol.start_records import AdapterPair
 from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP, Naming
 from diloco_orchestrator.snapshots.model_tensors import address, plain_name
 

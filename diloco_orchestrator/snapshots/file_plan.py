@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, empty_size, file_size, largest_share
 
 MODEL_GROUP, ADAPTER_GROUP, OUTER_GROUP = "model", "adapter_model", "outer"

@@ -11,7 +11,8 @@ from contextlib import suppress
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import FileInfo, Start
+from diloco_orchestrator.protocol.records import FileInfo
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import first_take
 from diloco_orchestrator.snapshots.file_plan import is_side_file

@@ -30,7 +30,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import AdapterPair, FileInfo, ParameterInfo, Snapshot
+from diloco_orchestrator.protocol.records import FileInfo, Snapshot
+from diloco_orchestrator.protocol.start_records import AdapterPair, ParameterInfo
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.run_store import is_signed
 from diloco_orchestrator.run_log.writer import Writer

@@ -13,7 +13,7 @@ import torch
 from diloco_orchestrator.allreduce.threads import workers
 from diloco_orchestrator.clock import Background, NoBackground, in_parallel
 from diloco_orchestrator.protocol.digests import BulkDigest, BulkHasher, bulk_digest
-from diloco_orchestrator.protocol.records import FrozenTensors
+from diloco_orchestrator.protocol.start_records import FrozenTensors
 from diloco_orchestrator.snapshots.pieces_of_ranks import PiecesOfRanks
 from diloco_orchestrator.snapshots.tensor_file import TensorSpec, memory_of
 

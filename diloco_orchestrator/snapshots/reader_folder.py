@@ -14,7 +14,7 @@ import torch
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.adapter_products import whole_product
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import AdapterPair
+from diloco_orchestrator.protocol.start_records import AdapterPair
 from diloco_orchestrator.snapshots.file_plan import ADAPTER_GROUP
 from diloco_orchestrator.snapshots.layout import ModelFiles, dtype_name
 from diloco_orchestrator.snapshots.side_files import README, adapter_readme

@@ -30,8 +30,9 @@ from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import AdapterPair, Begin, Commit, Contribution, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.start_records import AdapterPair, Start
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog

@@ -13,7 +13,8 @@ from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import ParameterInfo, Snapshot, Start
+from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.start_records import ParameterInfo, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.file_plan import (
     GROUPS,

@@ -14,7 +14,7 @@ from diloco_orchestrator.codecs.plain import little_endian, tensor_over
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.outer.base import Base, BaseLayout, BaseShard
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.snapshots.file_plan import Naming
 from diloco_orchestrator.snapshots.layout import BASE, MOMENTUM
 from diloco_orchestrator.snapshots.stored import StoredSnapshot, dtypes_of, files_of_base

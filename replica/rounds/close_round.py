@@ -291,6 +291,7 @@ class RoundCloser:
             named,
             is_rebuildable(attempt.config, opened.outer_step),
             self._checks.of_strangers(),
+            self._tip.unheard,
         )
         fired = folded.verdict.reason if folded and folded.verdict.fire else ""
         halt = self._halt.reason if self._halt else ""

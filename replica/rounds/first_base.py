@@ -23,7 +23,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, FrozenTensors, HeldoutSet, Snapshot, Start
+from diloco_orchestrator.protocol.records import FileInfo, Snapshot
+from diloco_orchestrator.protocol.start_records import Began, Follows, FrozenTensors, HeldoutSet, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.run_log.attempts import AttemptRecords
@@ -269,6 +270,7 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
         first_files=writing.first_files(),
         path=writing.path if attempt.config.path == "auto" else None,
         scores_strangers=own.scores_strangers or None,
+        heldout_by="launched" if attempt.config.invited and own.heldout else None,
     )
 
 

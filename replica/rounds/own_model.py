@@ -8,7 +8,7 @@ import torch
 
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import Untrained
 

@@ -17,7 +17,8 @@ from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import rounds
-from diloco_orchestrator.protocol.records import AdapterPair, Commit, Contribution, Disagreeing, HeldoutSet
+from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing
+from diloco_orchestrator.protocol.start_records import AdapterPair, HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.rebuild import Tip
@@ -32,6 +33,7 @@ class OpenRound:
     names: tuple[str, ...]  # of that fragment's parameters, in name order
     outer_step: int  # number of outer steps in its base
     roster: tuple[int, ...] = ()  # the replicas that it waits for
+    scorers: tuple[int, ...] = ()  # of these, who scores its base on held-out items for the guard
     final_evaluation: bool = False  # whether every outer step is taken, so that it takes only scores
     stopped: bool = False  # whether the leg is over, so that no round is open
     version: int = 0  # of its base: changes with every change of the base
@@ -54,6 +56,7 @@ class HeldTip:
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record) if start else False
         self.scores_strangers = bool(start and start.record.scores_strangers)  # before their work is averaged
+        self.unheard = start.record.unheard(attempt.config.invited) if start else frozenset()  # by the guard
         self.borrowed = False  # whether the base holds averages that others made, since it was rebuilt
         self.value = tip
         self.open = self._opened(version=0)  # the open round
@@ -75,12 +78,14 @@ class HeldTip:
         """The round that is open after the held base. `version`: number of that base in this process."""
         position, last, begin = self.value.position, self.last, self._attempt.begin
         fragment = position.outer_step % len(self.fragments)
+        roster = last.roster if last else tuple(range(self._attempt.config.replicas))
         return OpenRound(
             round=position.round + 1,
             fragment=fragment,
             names=self.fragments[fragment],
             outer_step=position.outer_step,
-            roster=last.roster if last else tuple(range(self._attempt.config.replicas)),
+            roster=roster,
+            scorers=tuple(each for each in roster if each not in self.unheard),
             final_evaluation=rounds.is_final_evaluation(position, self._attempt.outer_steps),
             stopped=position.stop != "none",
             version=version,

@@ -15,7 +15,7 @@ import torch
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol.records import AdapterPair
+from diloco_orchestrator.protocol.start_records import AdapterPair
 from diloco_orchestrator.replica.training.fragments import FragmentView
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import plain_name

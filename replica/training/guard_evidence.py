@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
@@ -49,7 +49,7 @@ class GuardEvidence:
     def measure(self, shown: ShownBase) -> None:
         """Score the base in `shown` and measure its KL drift. Parameters, modes and generators stay unchanged."""
         if self._scorer is not None and not self._is_scored(shown.open):
-            self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.roster)
+            self._scorer.score(shown.model, shown.attempt.replica_id, shown.open.version, shown.open.scorers)
         if self._drift is not None:
             self._drift.measure(shown)
         if self._vault is not None and not self._vault.is_of(shown.open):
@@ -71,7 +71,7 @@ class GuardEvidence:
         return sum(score.count for score in self._scorer.scores) if self._scorer else 0
 
     def _is_scored(self, opened: OpenRound) -> bool:
-        return self._scorer is None or self._scorer.has_scored(opened.version, opened.roster)
+        return self._scorer is None or self._scorer.has_scored(opened.version, opened.scorers)
 
     def added_to(self, fields: ContributionFields, local: torch.nn.Module | None) -> ContributionFields:
         """`fields` plus the measurements of the last base and the items consumed since the last call.

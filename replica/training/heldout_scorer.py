@@ -17,7 +17,8 @@ from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.digests import sha256_hex
-from diloco_orchestrator.protocol.records import HeldoutSet, Score
+from diloco_orchestrator.protocol.records import Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training import rng

@@ -12,7 +12,8 @@ import torch
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.guard.round_fold import vault_base
 from diloco_orchestrator.guard.shares import content_hash, deal, set_digest, shares_of
-from diloco_orchestrator.protocol.records import VaultScore, VaultSet
+from diloco_orchestrator.protocol.records import VaultScore
+from diloco_orchestrator.protocol.start_records import VaultSet
 from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.rounds.work_scores import summed
 from diloco_orchestrator.replica.training.heldout_scorer import SIGN, HeldoutFn, ShownBase, undisturbed, values_of
@@ -44,7 +45,7 @@ class VaultScorer:
         self._shares = shares_of(items, replicas)
         self.set = VaultSet(shares=tuple(map(len, self._shares)), digest=set_digest(items))
         self._scores: tuple[VaultScore, ...] = ()  # that no contribution has yet
-        self._scored: tuple[Any, ...] = ()  # round, roster, and version of the base
+        self._scored: tuple[Any, ...] = ()  # round, who scores, and version of the base
 
     def is_of(self, opened: OpenRound) -> bool:
         """Whether no alarm of the guard awaits scores, or the open round's base was scored on the set already."""
@@ -60,7 +61,7 @@ class VaultScorer:
         self._scores, self._scored = (), _of(opened)
         against = vault_base(opened.guard)
         assert against is not None, "`is_of` has said so"
-        dealt = deal(len(self._shares), opened.roster).get(attempt.replica_id, [])
+        dealt = deal(len(self._shares), opened.scorers).get(attempt.replica_id, [])
         try:
             earlier = rebuild_scored(attempt.log, against, attempt.owners)
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
@@ -90,7 +91,7 @@ def _change(share: int, now: Sequence[float], before: Sequence[float]) -> VaultS
 
 
 def _of(opened: OpenRound) -> tuple[Any, ...]:
-    return opened.round, opened.roster, opened.version
+    return opened.round, opened.scorers, opened.version
 
 
 def _check_items(items: Sequence[Any], heldout_items: Sequence[Any], replicas: int) -> None:

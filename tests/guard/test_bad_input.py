@@ -18,7 +18,8 @@ from diloco_orchestrator.guard import VerdictKind, fold
 from diloco_orchestrator.guard.robust import RoundReports, first_mean, weighted_mean
 from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.launching.plan import plan_launch
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Contribution, Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 from replica.training.heldout_scorer import HeldOutScorer
 

@@ -12,7 +12,8 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import HeldOutGuard, fold
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.round_fold import fold_round
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Contribution, Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 SETTINGS = GuardConfig(min_steps=1, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
 

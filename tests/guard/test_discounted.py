@@ -14,7 +14,8 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Contribution, Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 ITEMS = 10
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
 from diloco_orchestrator.guard.robust import RoundReports
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 SETTINGS = GuardConfig(min_steps=3, ema_alpha=0.0, max_proxy_real_gap=0.5, decline_patience=6)
 

@@ -15,7 +15,8 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard.per_replica import LocalGain, fold_local
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.guard.round_fold import fold_round, vault_base
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Score, VaultScore, VaultSet
+from diloco_orchestrator.protocol.records import Contribution, Metric, Score, VaultScore
+from diloco_orchestrator.protocol.start_records import HeldoutSet, VaultSet
 
 ITEMS = 10
 SHAPES = (

@@ -17,7 +17,7 @@ from diloco_orchestrator.guard import RoundReports, fold, registry
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.store.open_store import open_store
 
 ROOT = Path(__file__).parents[2]

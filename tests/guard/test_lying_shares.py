@@ -11,7 +11,8 @@ from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import fold
 from diloco_orchestrator.guard.channels.outliers import FallingShares
 from diloco_orchestrator.guard.robust import RoundReports
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 EIGHT = HeldoutSet(metric="reward", shares=(60,) * 8, digest="0" * 64)
 SD = 0.02  # of all shares together

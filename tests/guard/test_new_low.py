@@ -15,7 +15,8 @@ from diloco_orchestrator.guard.channels.early import LOW_BETWEEN, SINCE, Fall, N
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 # Measured: GRPOTrainer with a reward that can be hacked. The likelihood of held-out answers, and the reward.
 CLIMB = (0.176, 0.204, 0.355, 0.806, 0.895, 0.176, 0.013, 0.001)

@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from diloco_orchestrator.config import GuardConfig
 from diloco_orchestrator.guard import RoundReports, fold
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 # The states and verdicts of version 0.3.0 for the rounds below.
 GOLDEN = "c2cf69adfba9742e9bd6a3d1ebb305e1b5818c39f3f27247fbdd91fa8587b351"

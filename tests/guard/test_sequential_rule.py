@@ -16,7 +16,8 @@ from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.guard.rule import Evidence
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import HeldoutSet, Metric, Score, VaultSet
+from diloco_orchestrator.protocol.records import Metric, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet, VaultSet
 
 
 def config(**guard):

@@ -16,7 +16,8 @@ from diloco_orchestrator.guard.strangers import (
     why_never_scored,
 )
 from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet
+from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 HELDOUT = HeldoutSet(metric="loss", shares=(10,) * 4, digest="0" * 64)
 DEALT = {0: [0], 1: [1], 2: [2], 3: [3]}

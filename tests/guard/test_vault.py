@@ -16,7 +16,8 @@ from diloco_orchestrator.guard.vault import VaultChange
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify import verify_run
-from diloco_orchestrator.protocol.records import VaultScore, VaultSet
+from diloco_orchestrator.protocol.records import VaultScore
+from diloco_orchestrator.protocol.start_records import VaultSet
 
 PLAIN, VAULT = SequentialGuard(), SequentialGuard(vault_sigmas=2.0)
 NAN = float("nan")

@@ -1,14 +1,17 @@
 """A witness states heads of a log; a log that its own launcher cut, forked or wrote anew is told by them."""
 
+import json
 import shutil
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from cli_support import diloco_here
 from kept_run import kept_run
+from signed_s3 import Account, running_signed_s3
 
 from diloco_orchestrator import verify
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.inspection.witness import Witness, heads_seen, statements
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -17,6 +20,7 @@ from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.store.retrying import RetryPolicy
 
 STAMP = Stamp("witness", lambda: 1_700_000_000.0)
 ME, OTHER = Identity(bytes(32)), Identity(bytes([1] * 32))
@@ -166,3 +170,42 @@ def test_the_commands(folder: Path, tmp_path: Path):
     assert diloco_here("verify", str(folder), "--witness", place, cwd=tmp_path).returncode == 4
     said = diloco_here("witness", str(folder), "--to", place, "--once", cwd=tmp_path)
     assert said.returncode == 4 and "THE LOG IS ANOTHER ONE" in said.stderr
+
+
+LAUNCHER = Account("AKIALAUNCHER", "launchers-secret", reads=frozenset({"runs"}), writes=frozenset({"runs"}))
+WITNESS = Account("AKIAWITNESS", "witnesss-secret", frozenset({"runs", "witnessed"}), frozenset({"witnessed"}))
+URL, PLACE = "s3://runs/a", "s3://witnessed/a"
+
+
+def test_a_witness_of_another_account_reads_the_runs_bucket_and_keeps_what_the_launcher_cannot_change(
+    folder: Path, tmp_path: Path
+):
+    """Two buckets, and two sets of credentials: the launcher's for the first alone, the witness's read that one."""
+    with running_signed_s3([LAUNCHER, WITNESS]) as server:
+
+        def diloco(account: Account, *args: str) -> CompletedProcess[str]:
+            state = {"XDG_STATE_HOME": str(tmp_path / account.key)}
+            return diloco_here(*args, cwd=tmp_path, environ={**server.environ(account), **state})
+
+        def opened(account: Account, url: str) -> Store:
+            return open_store(url, server.options(account), retry=RetryPolicy(total_s=0.0))
+
+        run = opened(LAUNCHER, URL)
+        for info in open_store(str(folder)).list(""):
+            run.put(info.key, open_store(str(folder)).get(info.key))
+        said = diloco(WITNESS, "witness", URL, "--to", PLACE, "--every", "0.1")
+        assert said.returncode == 0 and "head " in said.stdout, said.stderr
+        (stated,) = statements(opened(WITNESS, PLACE))
+        for account, url in ((WITNESS, URL), (LAUNCHER, PLACE)):
+            for change in (lambda store: store.put("x", b""), lambda store: store.delete(stated.key)):
+                with pytest.raises(StoreDenied):
+                    change(opened(account, url))
+        with pytest.raises(StoreDenied):
+            statements(opened(LAUNCHER, PLACE))
+        assert diloco(WITNESS, "verify", URL, "--witness", PLACE).returncode == 0
+        run.put(
+            keys.commit(stated.round), run.get(keys.commit(stated.round)).replace(b'"write_id":"', b'"write_id":"x', 1)
+        )
+        told = diloco(WITNESS, "verify", URL, "--witness", PLACE, "--json")
+        assert told.returncode == 4 and json.loads(told.stdout)["disagreement"]["key"] == keys.commit(stated.round)
+        assert diloco(WITNESS, "witness", URL, "--to", PLACE, "--once").returncode == 4

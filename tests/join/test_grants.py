@@ -7,10 +7,12 @@ from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
 
+import click
 import pytest
 from join_scene import HOUR, KEY, STAMP, Invited
 from signed_fleet import Fleet
 
+from diloco_orchestrator.cli.join_command import _lent_by, join
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.join.grants import LentCredentials, create_grant, renew_grants
@@ -22,6 +24,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.signatures import to_text
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.signing.identity import Identity
+from diloco_orchestrator.store.retrying import RetryPolicy
 
 LIFE_S = 1000.0
 
@@ -39,7 +42,11 @@ class Seat(Invited):
         self.lent = self.machine_of(self.user, folder, first)
 
     def machine_of(self, user: Identity, folder: Path, first: Credentials) -> LentCredentials:
-        link = Link(
+        folder.mkdir(exist_ok=True)
+        return LentCredentials(self.link_of(user, first), first, folder, self.clock)
+
+    def link_of(self, user: Identity, first: Credentials) -> Link:
+        return Link(
             url=self.url,
             run_sha256=self.log.run_sha256,
             code_sha256="1" * 64,
@@ -49,8 +56,6 @@ class Seat(Invited):
             credentials=first,
             not_after=self.invitation.not_after,
         )
-        folder.mkdir(exist_ok=True)
-        return LentCredentials(link, first, folder, self.clock)
 
     @property
     def stamp(self) -> Stamp:
@@ -232,3 +237,29 @@ def test_a_strangers_key_signs_no_grant():
     fleet.stored.create(fleet.name(key), fleet.sealed(fleet.signer(1), body, key))
     with pytest.raises(ObjectMissing, match="was not signed"):
         fleet.reader.get(key)
+
+
+FALSE = Credentials(key="ASIAFALSE9", secret="false" * 8, token="false" * 8, not_after=9e9)
+
+
+def _replaced_run(seat: Seat) -> None:
+    """An unsigned run.json in place of the run's, and credentials of somebody else for whom the link invites."""
+    seat.store.put(keys.RUN, seat.log.run.model_copy(update={"signed_by": None}).to_bytes())
+    create_grant(of_run(seat.store, {}), seat.invitation, 9, FALSE, LIFE_S, None, seat.stamp)
+
+
+def test_a_machine_uses_no_credentials_of_another_run_than_its_link_names(seat: Seat, tmp_path: Path):
+    """`diloco join` reads them before it opens the run's folder, and compared the run only after that."""
+    _replaced_run(seat)
+    link = seat.link_of(seat.user, seat.mint(3, LIFE_S, None))
+    with click.Context(join), pytest.raises(ConfigError, match="another run than the link names"):
+        _lent_by(link, seat.clock, RetryPolicy(), 1.0)
+
+
+def test_a_machine_whose_runs_record_is_gone_uses_no_credentials_that_nobody_has_signed(seat: Seat):
+    seat.store.delete(keys.RUN)
+    create_grant(of_run(seat.store, {}), seat.invitation, 9, FALSE, LIFE_S, None, seat.stamp)
+    program = seat.program()
+    link = seat.link_of(seat.user, seat.mint(3, LIFE_S, None))
+    seat.run_by(link, program, lent=seat.lent, hours=LIFE_S / 3600)
+    assert not program.started and in_use(seat.lent) == "1"

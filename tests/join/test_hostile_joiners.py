@@ -125,6 +125,8 @@ def test_three_hostile_machines_of_eight_that_joined_by_a_link_change_nothing(
         assert name not in REFUSED or REFUSED[name] in seen[each], (name, seen)
         assert name not in SILENT or set(seen[each]) == {"silent"}, (name, seen)
         assert name not in LEFT_OUT or "left out" in seen[each], (name, seen)
+    # What strangers report of scores is not even left out: it is not looked at.
+    assert not [each for commit in log for each in commit.discounted if each.replica_id in STRANGERS]
     averaged = {each.replica_id for commit in commits for each in commit.answers if each.averaged}
     assert set(range(8)) <= averaged, [each.reason for each in commits]
     clean = undisturbed()

@@ -10,7 +10,11 @@ from joined import Machines, children_of, running_machines
 from s3_server import S3Server
 
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.offers import offers_in, records_about
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Taken
+from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle
 from executors.remote_base import run_label
@@ -82,6 +86,11 @@ def rig(machines: Machines, s3_server: S3Server) -> Iterator[JoinRig]:
 def clean(machines: Machines) -> None:
     """No attempt is left, in the bucket or on a machine; and no secret was ever there."""
     store = machines.store
+    # Every attempt was cancelled. Its end would otherwise be recorded after the bucket was emptied.
+    wait_until(
+        lambda: not any(each.pid in machines.running() for each in unended(store)),
+        "machines have recorded all ends",
+    )
     for info in list(store.list("")):
         assert SECRET.encode() not in store.get(info.key), info.key
         if info.key.endswith(f"/{keys.JOIN_OFFER}"):
@@ -90,6 +99,17 @@ def clean(machines: Machines) -> None:
     wait_until(lambda: not any(map(children_of, machines.running())), "no machine runs an attempt")
     for info in list(store.list("")):
         store.delete(info.key)
+
+
+def unended(store: Store) -> list[Taken]:
+    """The records by which machines took the attempts that have not ended, of offers that are there."""
+    listed, found = offers_in(store.list(keys.JOINS)), []
+    for name in listed:
+        offer = sha256_hex(store.get(keys.join_offer(name)))
+        if records_about(listed, name, offer) & {keys.JOIN_TAKEN, keys.JOIN_END} == {keys.JOIN_TAKEN}:
+            key = keys.join_record(name, offer, keys.JOIN_TAKEN)
+            found.append(Taken.from_bytes(store.get(key), key))
+    return found
 
 
 class TestJoin(ExecutorContract):

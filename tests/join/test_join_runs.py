@@ -19,6 +19,7 @@ from diloco_orchestrator.errors import NoSuchRun
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Contribution
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
 from executors.contract import ReplicaHandle
 
@@ -147,6 +148,30 @@ def test_a_lost_machine_a_late_one_and_a_killed_launcher_change_no_bit(stage: St
     assert [survivor.wait(), late.wait()] == [0, 0]  # the run is over
     assert verify_run(reader.store).agrees
     stage.check_that_nothing_is_secret()
+
+
+def test_machines_take_part_in_a_run_that_is_launched_anew_in_the_same_folder(stage: Stage, undisturbed: list[str]):
+    """Its user gave the first one up: killed the launcher, and removed the folder until nobody wrote there any more."""
+    machines = [stage.machines.join(), stage.machines.join()]
+    launcher = stage.run([1])
+    wait_for((stage.folder / "held-1").exists, "replica 1 is in the middle of round 2")
+    launcher.kill()
+    launcher.communicate()
+    store = stage.reader().store
+    remove_all(store)
+    (stage.folder / "release").touch()
+    wait_for(lambda: not any(children_of(each.pid) for each in machines), "the replicas have ended")
+    remove_all(store)
+    launcher = stage.run([])
+    assert json.loads(launcher.communicate()[0])["status"] == "completed"
+    assert [each.wait() for each in machines] == [0, 0]  # that run is over
+    assert stage.digests() == undisturbed
+    assert verify_run(stage.reader().store).agrees
+
+
+def remove_all(store: Store) -> None:
+    for info in list(store.list("")):
+        store.delete(info.key)
 
 
 def in_the_middle_of_a_round(stage: Stage) -> "tuple[subprocess.Popen[str], subprocess.Popen[str]]":

@@ -9,7 +9,8 @@ from diloco_orchestrator.outer.adapter_products import merged, with_residuals
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.outer.outer_step import average_and_step
 from diloco_orchestrator.protocol.digests import bulk_digest
-from diloco_orchestrator.protocol.records import AdapterPair, Contribution, Payload, Shard
+from diloco_orchestrator.protocol.records import Contribution, Payload, Shard
+from diloco_orchestrator.protocol.start_records import AdapterPair
 from diloco_orchestrator.snapshots.model_tensors import same_bytes
 
 OUT, IN, RANK, REPLICAS = 24, 20, 4, 4

@@ -7,7 +7,14 @@ from record_examples import B3, EXAMPLES, SHA
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, RecordTooOld
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, key_records, records
+from diloco_orchestrator.protocol import (
+    allreduce_records,
+    attempt_records,
+    check_records,
+    key_records,
+    records,
+    start_records,
+)
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Record, Stamp
 
@@ -54,7 +61,7 @@ GOLDEN = {
 
 
 def every_record() -> list[type[Record]]:
-    modules = records, attempt_records, allreduce_records, check_records, key_records
+    modules = records, attempt_records, allreduce_records, check_records, key_records, start_records
     schemas = {name: kind for module in modules for name, kind in vars(module).items()}.values()
     found = [kind for kind in schemas if isinstance(kind, type) and issubclass(kind, Record)]
     return [kind for kind in found if kind is not Record]

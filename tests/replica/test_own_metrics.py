@@ -21,8 +21,9 @@ from diloco_orchestrator.guard.round_fold import fold_round
 from diloco_orchestrator.inspection.report import Report
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Contribution, HeldoutSet, Metric, Progress, Score
+from diloco_orchestrator.protocol.records import Contribution, Metric, Progress, Score
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.store.open_store import open_store

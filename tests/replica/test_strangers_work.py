@@ -1,6 +1,7 @@
 """Contributions of strangers are scored by the other replicas before they are averaged, over a bucket in memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from sessions import constant_steps, context_of
 
 from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
+from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Quarantine
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Quarantine, Score
+from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild
@@ -210,6 +213,29 @@ def test_a_commit_that_applies_a_round_of_harmful_strangers_alone_is_void():
     assert last is not None and last.void == "it applies a round of which it averages nobody"
 
 
+@pytest.mark.parametrize("strangers", [(3, 4), (2, 3, 4)])
+def test_the_guard_counts_what_launched_replicas_report_alone(strangers):
+    """Of strangers who report a collapse, and metrics that halt at once; also where they are more than the launched."""
+    limits = {"min_steps": 1, "max_extra": {"length": 5.0}}
+    states = []
+    for lies in (False, True):
+        fleet, participants = fleet_of(invited=list(strangers), quorum=2, guard=limits)
+        for round_ in (1, 2):
+            for each in participants:
+                replica_id = each._attempt.replica_id
+                lied = lies and replica_id in strangers
+                score, in_loop = (-1e6 * round_, 1e6) if lied else (1.0, 1.0)
+                dealt = deal(5, each.open.scorers).get(replica_id, [replica_id] * lied)
+                scores = tuple(Score(share=share, sum=10 * score, count=10) for share in dealt)
+                metrics = {name: Metric(sum=9.0 * lied, count=1) for name in ("kl_to_init", EXTRA_PREFIX + "length")}
+                answer(each, GOOD, replace(report(in_loop=in_loop), scores=scores, metrics=metrics))
+            commit = together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+        assert commit.verdict is not None and commit.verdict.value == 1.0 and commit.stop == "none"
+        states.append((commit.guard, commit.verdict))
+        assert_right(fleet, participants)
+    assert states[0] == states[1]
+
+
 def test_a_stranger_that_was_left_out_drops_that_work():
     _, participants = fleet_of()
     commit = played(participants, [GOOD, GOOD, GOOD, GOOD, HARMFUL])
@@ -235,8 +261,8 @@ def heldout(model: torch.nn.Module, items: Sequence[int]) -> list[float]:
     return [float(model(item)) for item in items]
 
 
-def trained(invited: list[int], gradients: Sequence[float]) -> tuple[list[Commit], list[float]]:
-    """Whole sessions of one round. Returns its commits and what each model counted."""
+def trained(invited: list[int], gradients: Sequence[float]) -> tuple[list[Commit], list[float], list[list[int]]]:
+    """Whole sessions of one round. Returns its commits, what each model counted, and the shares that each scored."""
     fleet = Fleet(replicas=3, rounds=1, sync_every=2, invited=invited, aggregate="mean", guard="off")
     models = [Noisy() for _ in gradients]
 
@@ -250,16 +276,18 @@ def trained(invited: list[int], gradients: Sequence[float]) -> tuple[list[Commit
 
     together([lambda i=i: part(i) for i in range(len(gradients))])  # type: ignore[misc]
     assert verify_run(fleet.store).disagreement is None
-    return fleet.commits(), [float(each.passes) for each in models]
+    said = [Contribution.from_bytes(fleet.store.get(keys.contribution(1, i)), "its own") for i in range(3)]
+    return fleet.commits(), [float(each.passes) for each in models], [[e.share for e in each.scores] for each in said]
 
 
 def test_sessions_score_strangers_and_train_as_without():
     """Bases and buffers are those of a run without strangers, where all of them are averaged."""
-    commits, passes = trained([2], [-1.0, -1.0, -1.0])
-    without, usual = trained([], [-1.0, -1.0, -1.0])
+    commits, passes, scored = trained([2], [-1.0, -1.0, -1.0])
+    without, usual, by_all = trained([], [-1.0, -1.0, -1.0])
+    assert scored == [[0, 2], [1], []] and by_all == [[0], [1], [2]]
     assert commits[0].checks and not commits[0].quarantined and without[0].checks is None
     assert commits[1].base_digest == without[1].base_digest and passes == usual
-    harmed, _ = trained([2], [-1.0, -1.0, 2.0])
+    harmed, *_ = trained([2], [-1.0, -1.0, 2.0])
     assert [each.replica_id for each in harmed[0].quarantined] == [2]
 
 

@@ -7,7 +7,7 @@ from protocol_fleet import start_of, tiny_model
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Began, Follows, Start
+from diloco_orchestrator.protocol.start_records import Began, Follows, Start
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.starts import Starts
 from diloco_orchestrator.store.memory import MemoryStore

@@ -25,7 +25,8 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start, decide_start
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Began, FileInfo, Follows, Snapshot, Start
+from diloco_orchestrator.protocol.records import FileInfo, Snapshot
+from diloco_orchestrator.protocol.start_records import Began, Follows, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
 from diloco_orchestrator.snapshots.layout import ModelFiles, describe
@@ -191,7 +192,8 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
     done = verify_run(fleet.store)
     found = done.disagreement
     assert found is None or (found.key == OTHER_LAYOUT and "is no file of its snapshot" in found.words), found
-    unreadable = {info.key for info in fleet.store.list("start") if fleet.store.get(info.key).startswith(b"[")}
+    records = {info.key for info in fleet.store.list("") if info.key.endswith(".json")}
+    unreadable = {key for key in records if fleet.store.get(key).startswith(b"[")}
     assert {each.partition(": ")[0] for each in done.unreadable} == unreadable
     assert fleet.join(0).digest == honest[0].digest == third.digest
 

@@ -7,30 +7,39 @@ of one replica, with the rights of infra/iam/one-replica.json.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from iam_server import Question, allows
 from record_examples import EXAMPLES
-from simulation_plan import Plan
+from simulation_plan import NextLeg, Plan
 from simulation_signed import KEY, SignedSimulation
 
+from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.digests import sha256_hex
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.kinds import kind_of
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Commit, Contribution, Halt, Result
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, FileInfo, Halt, Result, Snapshot
 from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, split_signed, to_text
 from diloco_orchestrator.protocol.signed_objects import is_named, is_signed, parse_stored, stored_name
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.memory import MemoryStore
 
 SETTINGS = {"quorum": "all", "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
 SETTINGS |= {"snapshot_every": 2, "retention": {}}
 PLAN = Plan(seed=3, replicas=3, rounds=4, paces=(1.0, 1.1, 1.3), settings=SETTINGS)
 SCATTER = dataclasses.replace(PLAN, settings={**PLAN.settings, "path": "scatter_reduce"})
+# Two of three replicas are killed, so that the third commits round 4 and the end alone.
+ALONE = dataclasses.replace(PLAN, settings={**PLAN.settings, "quorum": 1}, kills=((25.0, 0), (25.0, 2)))
+# The guard halts round 3, and the run is resumed from the base of round 1, which has the best score.
+HALTED = dataclasses.replace(PLAN, rounds=8, collapse=True, next_leg=NextLeg(rounds=2))
 STAMP = {"write_id": "forged", "at": 0.0}
 Objects = Iterator[tuple[str, bytes]]
 POLICY = json.loads(
@@ -45,13 +54,11 @@ class Attacked(SignedSimulation):
         super().__init__(plan)
         self.attack = attack
         self.written: set[str] = set()
-        if attack is not None:
-            for when in (0.0, *(1.0 + 3 * number for number in range(13))):
-                self.time.at(when, self.strike)
+        for when in (0.0, *(1.0 + 3 * number for number in range(13))):  # time that passes where nobody attacks, too
+            self.time.at(when, self.strike)
 
     def strike(self) -> None:
-        assert self.attack is not None
-        for name, data in self.attack(self):
+        for name, data in self.attack(self) if self.attack is not None else ():
             if MemoryStore.create(self.bucket.stored, name, data):
                 self.written.add(name)
 
@@ -64,6 +71,14 @@ class Attacked(SignedSimulation):
     def round(self) -> int:
         """The open round."""
         return len(self.bucket.commits) + 1
+
+    def _score(self, model: torch.nn.Module, items: Sequence[Any]) -> list[float]:
+        """A loss, the lowest for the base of round 1 where the run is one that halts."""
+        if self.plan is not HALTED:
+            return super()._score(model, items)
+        (who,) = self._newest(self.computing())
+        round_ = self.sessions[who].round if who in self.sessions else 1
+        return [1.0 + 0.1 * abs(round_ - 2) + 0.001 * item for item in items]
 
 
 # -- without a key ----------------------------------------------------------------------------------------------------
@@ -172,6 +187,30 @@ def of_the_run(run: Attacked) -> Objects:
     yield str(keys.SegmentKey(1, 10, "commits")), b"{}\n"
 
 
+def base_named_alone(run: Attacked) -> Objects:
+    """Whole snapshots of another base, and a manifest and a commit of one replica that name it."""
+    if not (sessions := [run.sessions[who] for who in sorted(run.sessions)]):
+        return
+    participant = sessions[0]._rounds
+    base = participant.base.copy()
+    for shard in base.shards(0):
+        shard.parameters.fill_(7.0)
+    files = {each.name: each.encode() for each in participant._snapshots._files.planned(base)}
+    infos = {name: FileInfo(digest=bulk_digest(data), size=len(data)) for name, data in files.items()}
+    said = {"base_digest": base.digest()}
+    for round_ in (run.round - 1, run.round):
+        record = Snapshot(**STAMP, round=round_, by=1, files=infos, **said)
+        for take in (keys.SHARED_TAKE, "r1", "123456789"):
+            yield from ((keys.snapshot(round_, name, take), data) for name, data in files.items())
+            yield keys.snapshot(round_, keys.SNAPSHOT_RECORD, take), record.to_bytes()
+        if genuine := run.sent.get(keys.contribution(run.round - 1, 1)):
+            manifest = Contribution.from_bytes(genuine, "genuine").model_copy(update={"round": round_ + 1, **said})
+            yield keys.contribution(round_ + 1, 1), manifest.to_bytes()
+    if newest := run.bucket.commits.get(keys.commit(run.round - 1)):
+        alone = tuple(answer for answer in Commit.from_bytes(newest, "genuine").answers if answer.replica_id == 1)
+        yield from commits({**said, "answers": alone})(run)
+
+
 def strays(run: Attacked) -> Objects:
     for prefix in (keys.contributions(run.round), keys.attempts(1), keys.outs(1), keys.LEGS, keys.STARTS, keys.LOG):
         for number in range(60):
@@ -208,26 +247,91 @@ OUTSIDE: dict[str, Callable[[Attacked], Objects]] = {
 }
 
 
+PLANS = {"gather": PLAN, "scatter_reduce": SCATTER, "quorum=1": ALONE, "halted": HALTED}
+
+
 @cache
-def undisturbed(scatter: bool) -> Attacked:
-    run = Attacked(SCATTER if scatter else PLAN, None)
-    run.run()
-    assert len(run.bucket.commits) == 5
+def undisturbed(plan: str) -> Attacked:
+    run = Attacked(PLANS[plan], None)
+    run.play() if plan == "halted" else run.run()
+    assert len(run.bucket.commits) == (4 if plan == "halted" else 5)
+    return run
+
+
+def attacked(plan: str, make: Callable[[Attacked], Objects]) -> Attacked:
+    """The run with the attack by who has no key, once it was seen that nothing of it differs from the undisturbed."""
+    run, twin = Attacked(PLANS[plan], outside(make)), undisturbed(plan)
+    run.play() if plan == "halted" else run.run()
+    assert run.bucket.commits == twin.bucket.commits
+    assert run.digest.hexdigest() == twin.digest.hexdigest(), "the same calls to the bucket"
+    assert len(run.written) > 20
     return run
 
 
 @pytest.mark.parametrize("row", OUTSIDE)
 def test_credentials_without_a_key_change_nothing(row: str):
-    scatter = row == "reduced shards and check records"
-    run = Attacked(SCATTER if scatter else PLAN, outside(OUTSIDE[row]))
-    run.run()
-    assert run.bucket.commits == undisturbed(scatter).bucket.commits
-    assert run.digest.hexdigest() == undisturbed(scatter).digest.hexdigest(), "the same calls to the bucket"
-    assert len(run.written) > 20
+    run = attacked("scatter_reduce" if row == "reduced shards and check records" else "gather", OUTSIDE[row])
     done = verify_run(run.bucket)
     named = {words.partition(": ")[0] for words in [*done.unsigned, *done.foreign]}
     debris = {name for name in run.written if is_named(name)}
     assert not done.disagreement and (debris <= named or len(debris) > 500)
+
+
+def model_of(run: Attacked, folder: Path) -> dict[str, bytes]:
+    copy_model(RunLog(run.bucket), folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("row", ["manifests", "commits: well-formed copies of the last", "commits: the end"])
+def test_where_one_contribution_is_enough_nobody_without_a_key_commits_alone(row: str):
+    twin = undisturbed("quorum=1")
+    alone = [Commit.from_bytes(data, key) for key, data in sorted(twin.bucket.commits.items())][3]
+    assert alone.applied and [answer.replica_id for answer in alone.answers] == [1]
+    assert verify_run(attacked("quorum=1", OUTSIDE[row]).bucket).agrees
+
+
+def test_where_one_contribution_is_enough_nobody_without_a_key_names_a_snapshots_base_alone(tmp_path: Path):
+    """Files of snapshots are not signed: who creates them first has writers use other takes, and no more."""
+    twin, run = undisturbed("quorum=1"), Attacked(ALONE, outside(base_named_alone))
+    run.play()
+    assert bases_of(run) == bases_of(twin)
+    assert model_of(run, tmp_path / "attacked") == model_of(twin, tmp_path / "undisturbed")
+    assert {keys.snapshot(round_, "model.safetensors") for round_ in (2, 4)} <= run.written
+    log = RunLog(run.bucket)
+    assert ConfirmedSnapshots(log).newest(2, range(5)) == [2, 4] and len(log.unsigned()) > 20
+
+
+def better_scores(run: Attacked) -> Objects:
+    """Manifests and commits that score the newest base best, and a begin of the next leg from it."""
+    for replica_id in range(3):
+        if genuine := run.sent.get(keys.contribution(run.round - 1, replica_id)):
+            record = Contribution.from_bytes(genuine, "genuine")
+            scores = tuple(each.model_copy(update={"sum": 9.0}) for each in record.scores)
+            for round_ in (run.round - 1, run.round):
+                yield keys.contribution(round_, replica_id), record.model_copy(update={"scores": scores}).to_bytes()
+    newest, begin = run.bucket.commits.get(keys.commit(run.round - 1)), run.sent.get(keys.begin(1))
+    if newest is None or begin is None:
+        return
+    commit = Commit.from_bytes(newest, "genuine")
+    verdict = dataclasses.replace(commit.verdict, value=9.0) if commit.verdict is not None else None
+    for change in ({"stop": "none", "applied": True}, {"stop": commit.stop}):
+        yield from commits({**change, "verdict": verdict})(run)
+    last = {"after_round": commit.round, "previous": sha256_hex(newest), "base_digest": commit.base_digest}
+    from_it = {**last, "leg": 2, "from_round": commit.round - 1, "from_outer_step": commit.outer_step}
+    yield keys.begin(2), Begin.from_bytes(begin, "genuine").model_copy(update=from_it).to_bytes()
+
+
+AFTER_A_HALT = {
+    "scores": better_scores,
+    **{row: OUTSIDE[row] for row in ("requests to halt, results, who is out, legs", "commits: the end", "manifests")},
+}
+
+
+@pytest.mark.parametrize("row", AFTER_A_HALT)
+def test_a_signed_run_is_resumed_after_a_halt_from_the_base_that_signed_records_name(row: str):
+    run = attacked("halted", AFTER_A_HALT[row])
+    begin = RunLog(run.bucket).begin(2)
+    assert begin is not None and (begin.record.after_round, begin.record.from_round) == (3, 1)
 
 
 # -- with the key of replica 1, and what infra/iam/one-replica.json allows -------------------------------------------
@@ -284,7 +388,10 @@ def test_names_that_a_replica_takes_without_a_signature_end_nobody(plan: Plan):
     """
     run = Attacked(plan, unsigned_own)
     run.play()
-    assert bases_of(run) == bases_of(undisturbed(plan is SCATTER)) and len(run.written) > 100
+    assert (
+        bases_of(run) == bases_of(undisturbed("scatter_reduce" if plan is SCATTER else "gather"))
+        and len(run.written) > 100
+    )
     assert attempts_of_others(run) == {(0, 1), (2, 1)}
     assert len(verify_run(run.bucket).unsigned) > 50
 
@@ -303,8 +410,8 @@ INSIDE: dict[str, Callable[[Attacked], Objects]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("row", INSIDE)
 def test_the_key_of_one_replica_changes_no_base(row: str):
-    scatter = row == "reduced shards and check records"
-    run = Attacked(SCATTER if scatter else PLAN, inside(INSIDE[row]))
+    plan = "scatter_reduce" if row == "reduced shards and check records" else "gather"
+    run = Attacked(PLANS[plan], inside(INSIDE[row]))
     run.play()
-    assert bases_of(run) == bases_of(undisturbed(scatter)) and run.written
+    assert bases_of(run) == bases_of(undisturbed(plan)) and run.written
     assert attempts_of_others(run) == {(0, 1), (2, 1)}

@@ -1,15 +1,30 @@
 """Signed runs on virtual time: what somebody without a key forges changes no byte of the log."""
 
 import dataclasses
+import re
 
 import pytest
-from simulation_plan import Plan
-from simulation_signed import SignedSimulation, signed_plan_of, simulate_signed
+from simulation_joins import join_executor
+from simulation_plan import Plan, calm
+from simulation_signed import KEY, SignedSimulation, signed_plan_of, simulate_signed
+from virtual_time import VirtualClock
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.join.invitations import create_invitation
+from diloco_orchestrator.join.machine import JoinSettings
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import as_attempt, of_run
+from diloco_orchestrator.signing.identity import Identity
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY
+from diloco_orchestrator.signing.signed_store import signed_store_in
+from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import LASTING
+from diloco_orchestrator.store.retrying import RetryPolicy
+from executors.contract import ServerlessExecutor
 
 
 @pytest.mark.parametrize("seed", [1, 3])
@@ -41,6 +56,56 @@ def test_a_strangers_replica_contributes_and_writes_nothing_that_others_rest_on(
         assert not any(str(each.by).startswith("replica 0,") for each in commits) or not invited
     assert found[0] == found[1]
     assert [of for _, of in found[1]][:4] == 4 * [list(range(replicas))]
+
+
+class WithALink(SignedSimulation):
+    """A run whose replicas machines run: those of the launcher's user, and at `INVITED_S` one that has a link to it.
+
+    Its machines have no keys but those that an offer holds, sealed for them.
+    """
+
+    USER = Identity(bytes([5] * 32))
+
+    def executor(self, clock: VirtualClock) -> ServerlessExecutor:
+        return join_executor(self, clock, self.USER.public.text())
+
+    def network(self, clock: VirtualClock, retry: RetryPolicy = LASTING) -> Store:
+        name = clock.world.current.name
+        stored = super().network(clock, retry)
+        if name.startswith("machine"):
+            return of_run(signed_store_in(stored).beneath, {})
+        who = re.fullmatch(r"replica (\d+)\.(\d+)", name)
+        return stored if who is None else as_attempt(stored, self.given[int(who[1]), int(who[2])][ENV_ATTEMPT_KEY])
+
+    def _start_machines(self) -> None:
+        super()._start_machines()
+        for replica_id in range(self.plan.replicas):
+            self.machines.join(JoinSettings(replica=replica_id, user=self.USER))
+        self.time.at(INVITED_S, self._invite)
+
+    def _invite(self) -> None:
+        (replica_id,) = self.config.invited
+        user, _ = create_invitation(RunLog(self.bucket), replica_id, 3600.0, Stamp("user", lambda: self.time.now))
+        given = {"replica": replica_id, "run_sha256": self.run_sha256, "signed_by": KEY.signed_by.key}
+        self.machines.join(JoinSettings(**given, user=user))
+
+
+INVITED_S = 25.0
+
+
+@pytest.mark.parametrize("invited", [2, 3])
+def test_a_stranger_takes_part_under_an_id_beyond_those_that_the_run_begins_with(invited: int):
+    """From the invitation to its contributions, which are averaged, while the run goes on."""
+    settings = {"max_replicas": 4, "invited": [invited], "aggregate": "mean", "sync_every": 4}
+    plan = calm(replicas=2, rounds=12, paces=(1.0, 1.1, 1.2, 1.0), settings=settings)
+    simulation = WithALink(plan)
+    simulation.run()
+    commits = [Commit.from_bytes(data, key) for key, data in sorted(simulation.bucket.commits.items())]
+    averaged = [[answer.replica_id for answer in commit.answers if answer.averaged] for commit in commits]
+    assert averaged[0] == [0, 1] and averaged.count([0, 1, invited]) > 5
+    assert {str(commit.by)[:10] for commit in commits} <= {"replica 0,", "replica 1,"}
+    assert simulation.exit_codes == {(0, 1): 0, (1, 1): 0, (invited, 2): 0}, "offered anew, for the invitation"
+    assert verify_run(simulation.bucket).agrees
 
 
 @pytest.mark.parametrize("harm", ["", "is missing", "bytes, not"])

@@ -60,7 +60,8 @@ class HostileMachine(Store):
         self._round = honest.round
         delta = Encoded(self._withheld, honest.payload.codec, honest.payload.numel).values().clone()
         others = _Others(self._beneath, honest.round)
-        self._attack(Writer(self, honest.replica_id, honest.round, delta, honest, others, self._memory))
+        own = self._score(honest)
+        self._attack(Writer(self, honest.replica_id, honest.round, delta, honest, others, own, self._memory))
         return True
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -79,6 +80,13 @@ class HostileMachine(Store):
         return self._beneath.open_file(key)
 
     # -- what a script knows -------------------------------------------------------------------------------------
+
+    def _score(self, honest: Contribution) -> Score:
+        """What it might say of its own held-out share, which it does not score: what its training metric says."""
+        start, said = self._attempt.log.start(), honest.in_loop
+        assert start is not None and start.record.heldout is not None and said is not None
+        count = start.record.heldout.shares[honest.replica_id]
+        return Score(share=honest.replica_id, sum=(said.sum or 0.0) / said.count * count, count=count)
 
     @property
     def allowed(self) -> float:
@@ -176,9 +184,9 @@ def _put_without_right(store: PresignedStore, name: str, data: bytes) -> None:
 
 def _says_that_it_falls(writer: Writer) -> None:
     """Honest work. The score that it reports of its own share falls by 10 an item in each round."""
-    said, fallen = writer.honest.scores, 10.0 * max(0, writer.round - FALLS_FROM + 1)
-    scores = [Score(share=each.share, sum=(each.sum or 0.0) - fallen * each.count, count=each.count) for each in said]
-    writer.send(writer.delta, scores=tuple(scores))
+    own, fallen = writer.own, 10.0 * max(0, writer.round - FALLS_FROM + 1)
+    scores = (Score(share=own.share, sum=(own.sum or 0.0) - fallen * own.count, count=own.count),)
+    writer.send(writer.delta, scores=scores)
 
 
 def _with_noise(writer: Writer) -> None:

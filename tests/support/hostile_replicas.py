@@ -24,16 +24,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.record_format import MOST_COUNTED
-from diloco_orchestrator.protocol.records import (
-    Commit,
-    Contribution,
-    HeldoutSet,
-    Metric,
-    Origin,
-    Payload,
-    Score,
-    Shard,
-)
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Origin, Payload, Score, Shard
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.weights import limit_of, norms_after
 from diloco_orchestrator.replica.rounds.interface import ContributionFields
 from diloco_orchestrator.replica.rounds.participant import Participant
@@ -164,6 +156,7 @@ class Writer:
     delta: torch.Tensor  # its own pseudo-gradient, (parameters,) float32
     honest: Contribution  # its manifest, if it were honest, without a payload
     others: Sequence[torch.Tensor]  # pseudo-gradients of the honest replicas
+    own: Score  # of its own held-out share, also where the guard does not count it
     memory: dict[str, Any] = field(default_factory=dict)  # kept from round to round
 
     def send(self, vector: torch.Tensor, **changes: Any) -> None:
@@ -295,7 +288,8 @@ class HostileFleet(Fleet):
                 self.store.create(keys.contribution(round_, i), manifest.to_bytes())
             elif not final_evaluation:
                 memory = self._memory.setdefault(i, {"draw": torch.Generator().manual_seed(self._seed)})
-                self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], memory))
+                score = self._score(i, scores)
+                self._attack(Writer(self, i, round_, flat[i], honest, flat[: self._honest], score, memory))
         for participant in self.deciders[1:] if self.scores_strangers else ():
             participant._closer._observe(waited=False)  # scores and reports, as all do before the first one commits
         for participant in self.deciders:
@@ -320,15 +314,19 @@ class HostileFleet(Fleet):
         return own, others
 
     def _fields(self, replica_id: int, losses: torch.Tensor, in_loop: float) -> ContributionFields:
-        """What an honest replica says: its share's scores, and its own training loss."""
-        share = losses[replica_id * self._share % HELDOUT :][: self._share]
+        """What an honest replica says: the scores of the shares dealt to it, and its own training loss."""
+        dealt = deal(self.replicas, self.deciders[0].open.scorers).get(replica_id, ())
         return ContributionFields(
             steps=STEPS,
             tokens=STEPS * BATCH,
             in_loop=Metric(sum=-in_loop * STEPS, count=STEPS),
-            scores=(Score(share=replica_id, sum=-float(share.sum()), count=self._share),),
+            scores=tuple(self._score(share, losses) for share in dealt),
             progress=report().progress,
         )
+
+    def _score(self, share: int, losses: torch.Tensor) -> Score:
+        of_share = losses[share * self._share % HELDOUT :][: self._share]
+        return Score(share=share, sum=-float(of_share.sum()), count=self._share)
 
 
 # -- the scripts ------------------------------------------------------------------------------------------------------
@@ -399,7 +397,7 @@ def _lying(sign: float) -> Attack:
 
 
 def _no_scores(writer: Writer) -> None:
-    scores = tuple(Score(share=each.share, sum=None, count=each.count) for each in writer.honest.scores)
+    scores = (Score(share=writer.own.share, sum=None, count=writer.own.count),)
     writer.send(writer.delta, scores=scores, in_loop=Metric(sum=None, count=1))
 
 

@@ -10,6 +10,7 @@ from diloco_orchestrator.cli.join_command import of_link, only_code_of
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.invitations import create_invitation
 from diloco_orchestrator.join.link import Link
 from diloco_orchestrator.join.machine import Identity, JoinSettings, Machine
@@ -86,6 +87,7 @@ class Scene:
         program: Program,
         environ: Mapping[str, str] | None = None,
         why_not: Callable[[Offer], str] = lambda offer: "",
+        lent: Lent | None = None,
         **settings: object,
     ) -> Machine:
         token = uuid4().hex
@@ -99,6 +101,7 @@ class Scene:
             say=self.said.append,
             why_not=why_not,
             start=program,
+            lent=lent,
         )
 
     def program(self, **fields: object) -> Program:
@@ -144,8 +147,8 @@ class Invited(Scene):
             not_after=invitation.not_after,
         )
 
-    def run_by(self, link: Link, program: Any, **fields: Any) -> int:
+    def run_by(self, link: Link, program: Any, lent: Lent | None = None, **fields: Any) -> int:
         """A machine with the link and nothing else."""
         given = of_link(link, JoinSettings(**{"once": True, "hours": 0.1, **fields}))
         settings = {name: getattr(given, name) for name in vars(given)}
-        return self.machine(program, why_not=only_code_of(link, of_run(self.store, {})), **settings).run()
+        return self.machine(program, why_not=only_code_of(link, of_run(self.store, {})), lent=lent, **settings).run()

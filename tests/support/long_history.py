@@ -12,18 +12,9 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Handle, Heartbeat, Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import (
-    Answer,
-    Commit,
-    Contribution,
-    Follows,
-    Metric,
-    Origin,
-    Payload,
-    Progress,
-    Shard,
-)
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Metric, Origin, Payload, Progress, Shard
 from diloco_orchestrator.protocol.round_metrics import round_metrics_of
+from diloco_orchestrator.protocol.start_records import Follows
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.segments import write_segments

@@ -18,7 +18,8 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Commit, Contribution, HeldoutSet, Metric, Progress, Run, Score, Start
+from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Progress, Run, Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry

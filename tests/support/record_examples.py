@@ -1,7 +1,14 @@
 """One record of each kind, with a value in every field that its golden bytes pin."""
 
 from diloco_orchestrator.config import make_config
-from diloco_orchestrator.protocol import allreduce_records, attempt_records, check_records, key_records, records
+from diloco_orchestrator.protocol import (
+    allreduce_records,
+    attempt_records,
+    check_records,
+    key_records,
+    records,
+    start_records,
+)
 from diloco_orchestrator.protocol.record_format import Record
 from diloco_orchestrator.protocol.signatures import Operator
 
@@ -26,18 +33,22 @@ ANSWER = records.Answer(
 )
 EXAMPLES: dict[str, Record] = {
     "run": records.Run(**STAMP, run_id="run-1", config=make_config({"entrypoint": "m:f"}), package_version="0.1.0"),
-    "start": records.Start(
+    "start": start_records.Start(
         **STAMP,
         run_sha256=SHA,
-        parameters=(records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
+        parameters=(start_records.ParameterInfo(name="w", shape=(2, 3), dtype="float32"),),
         fragments=(("w",),),
         shard_numel=4,
         base_digest=B3,
-        adapters=(records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),),
+        adapters=(
+            start_records.AdapterPair(a="l.lora_A", b="l.lora_B", weight="l.weight", residual="l.r", scaling=2.0),
+        ),
     ),
-    "began": records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
+    "began": start_records.Began(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start/takes/00.json"),
     "link": allreduce_records.MeasuredLink(**STAMP, rank=1, latency_s=0.05, up=62.5e6, down=62.5e6),
-    "follows": records.Follows(**STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""),
+    "follows": start_records.Follows(
+        **STAMP, replica_id=1, attempt=2, start_sha256="5" * 64, key="start.json", take=""
+    ),
     "begin": records.Begin(
         **STAMP,
         leg=2,

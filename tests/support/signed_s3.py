@@ -2,14 +2,15 @@
 
 A client that escapes a character of a key in another way than S3 is refused, and so is a body with another digest than
 the signed one. A bucket named `public` is read by everybody; of `requester-pays` only who offers to pay reads.
-A request that was signed more than 15 minutes from the server's time is refused, as by S3.
+A request that was signed more than 15 minutes from the server's time is refused, as by S3. Beside the user who may do
+everything there may be others, each with the buckets that it may read and write.
 """
 
 import hashlib
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,11 +26,25 @@ _CREDENTIALS = Credentials(KEY, SECRET)
 _MOST_SKEW_S = 900.0
 
 
+@dataclass(frozen=True)
+class Account:
+    """A user of the server, who may read or write these buckets and no others."""
+
+    key: str
+    secret: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+    def may(self, method: str, bucket: str) -> bool:
+        return bucket in (self.reads if method in ("GET", "HEAD") else self.writes)
+
+
 class GuardedServer(Server):
     """With the methods and paths of requests that were signed in their URL."""
 
-    def __init__(self) -> None:
+    def __init__(self, accounts: Collection[Account] = ()) -> None:
         super().__init__()
+        self.accounts = {account.key: account for account in accounts}
         self.by_url: set[tuple[str, str]] = set()
         self.refused_urls: set[tuple[str, str]] = set()
 
@@ -50,22 +65,24 @@ class SignedS3:
         finally:
             self.server.ahead_s = 0.0
 
-    def options(self) -> dict[str, str]:
-        return {"key": KEY, "secret": SECRET, "endpoint_url": self.url}
+    def options(self, account: Account | None = None) -> dict[str, str]:
+        key, secret = (KEY, SECRET) if account is None else (account.key, account.secret)
+        return {"key": key, "secret": secret, "endpoint_url": self.url}
 
-    def environ(self) -> dict[str, str]:
+    def environ(self, account: Account | None = None) -> dict[str, str]:
+        options = self.options(account)
         return {
             "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ACCESS_KEY_ID": options["key"],
+            "AWS_SECRET_ACCESS_KEY": options["secret"],
             "AWS_REGION": "us-east-1",
         }
 
 
 @contextmanager
-def running_signed_s3() -> Iterator[SignedS3]:
+def running_signed_s3(accounts: Collection[Account] = ()) -> Iterator[SignedS3]:
     """A server in a thread of this process."""
-    with GuardedServer() as server:
+    with GuardedServer(accounts) as server:
         server.RequestHandlerClass = _Guarded
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -125,7 +142,10 @@ class _Guarded(_Handler):
         request.context["timestamp"] = self.headers["x-amz-date"]
         signer = S3SigV4Auth(credentials, "s3", region)
         text = signer.string_to_sign(request, signer.canonical_request(request))
-        return "" if signer.signature(text, request) == told["Signature"] else "SignatureDoesNotMatch"
+        if signer.signature(text, request) != told["Signature"]:
+            return "SignatureDoesNotMatch"
+        account = self.server.accounts.get(key)
+        return "" if account is None or account.may(self.command, bucket) else "AccessDenied"
 
     def _refusal_of_url(self, path: str, query: dict[str, str]) -> str:
         """The error code of S3 for a request whose signature is in its URL, over method, path and the named headers."""
@@ -145,4 +165,6 @@ class _Guarded(_Handler):
 
     def _credentials_of(self, key: str, region: str) -> Credentials | None:
         """Those with which a request of this access key must be signed; None for a key or region that is not known."""
-        return _CREDENTIALS if (key, region) == (KEY, "us-east-1") else None
+        account = self.server.accounts.get(key)
+        found = _CREDENTIALS if account is None else Credentials(account.key, account.secret)
+        return found if (found.access_key, region) == (key, "us-east-1") else None

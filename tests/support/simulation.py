@@ -107,6 +107,9 @@ class Simulation:
         self.coordinator: Process | None = None
         self.ranks: dict[tuple[int, int], list[Process]] = {}  # of attempts of several, by replica and attempt
         self.ranks_hit = 0  # ranks that were killed or stopped while they lived
+        self.given: dict[
+            tuple[int, int], Mapping[str, str]
+        ] = {}  # by attempt: the environment on a machine that joined
         self.exit_codes: dict[tuple[int, int], int] = {}
         self.sessions: dict[tuple[int, int], TrainingSession] = {}
         self.last_digests: dict[int, str] = {}  # by replica: of the base that its training ended with

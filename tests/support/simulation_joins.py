@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 EXECUTOR_RETRY, MACHINE_RETRY = RetryPolicy(total_s=2.0), RetryPolicy(total_s=5.0, first_call_s=10.0)
 
 
-def join_executor(simulation: "Simulation", clock: VirtualClock) -> JoinExecutor:
-    """A coordinator's executor. Machines have the code, so that none is sent."""
-    executor = JoinExecutor(clock=clock)
+def join_executor(simulation: "Simulation", clock: VirtualClock, machines: str = "") -> JoinExecutor:
+    """A coordinator's executor. Machines have the code, so that none is sent. `machines`: public identities."""
+    executor = JoinExecutor(machines=machines or (), clock=clock)
     executor.shares_machine = True
     executor._stamp = simulation.stamp(clock)
     executor._url = simulation.bucket.url
@@ -68,6 +68,7 @@ class JoinedMachines:
         self._simulation = simulation
         self._machines: dict[int, tuple[Process, Machine]] = {}
         self._attempts: dict[int, VirtualAttempt] = {}  # the last one of each machine
+        self._settings: dict[int, JoinSettings] = {}  # where they are not the usual ones
         self._joined = 0
         for _ in range(simulation.plan.machines):
             self._join(after_s=0.0)
@@ -86,6 +87,11 @@ class JoinedMachines:
         if number in self._machines and not self._machines[number][0].ended:
             self._machines[number][1].leave("SIGTERM")
 
+    def join(self, settings: JoinSettings) -> None:
+        """One machine more, now, that has other settings than a user's, such as those of a link."""
+        self._settings[self._joined] = settings
+        self._join(after_s=0.0)
+
     def _join(self, after_s: float) -> None:
         number, time = self._joined, self._simulation.time
         self._joined += 1
@@ -98,12 +104,13 @@ class JoinedMachines:
         def start(command: Sequence[str], env: Mapping[str, str], output: Path) -> VirtualAttempt:
             options = dict(pairwise(command))
             who = int(options["--replica-id"]), int(options["--attempt"])
+            self._simulation.given[who] = env
             self._attempts[number] = VirtualAttempt(self._simulation, clock, who)
             return self._attempts[number]
 
         return Machine(
             self._simulation.network(clock, MACHINE_RETRY),
-            JoinSettings(),
+            self._settings.get(number, JoinSettings()),
             Identity(f"machine {number}", "host", number),
             environ={},
             clock=clock,

@@ -31,7 +31,8 @@ from diloco_orchestrator.inspection.audit.findings import (
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.process import ENV_RANK, ENV_STORAGE_OPTIONS, ENV_WORLD_SIZE, installed_versions
-from diloco_orchestrator.protocol.records import Commit, Contribution, ParameterInfo
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.start_records import ParameterInfo
 from diloco_orchestrator.redaction import ENV_SECRET_NAMES
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.run_log.attempts import AttemptRecords

@@ -16,8 +16,9 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.keys import SegmentKey
-from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard, Start
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Shard
 from diloco_orchestrator.protocol.signatures import LONGEST_LINE
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog

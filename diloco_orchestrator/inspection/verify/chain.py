@@ -29,8 +29,9 @@ from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, Unr
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Probe
 from diloco_orchestrator.protocol.rounds import Position
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog

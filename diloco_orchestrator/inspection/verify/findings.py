@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
-from diloco_orchestrator.protocol.records import Begin, Commit, Run, Start
+from diloco_orchestrator.protocol.records import Begin, Commit, Run
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 

@@ -14,7 +14,8 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import JoinEnd
 from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record
-from diloco_orchestrator.protocol.records import Start
+from diloco_orchestrator.protocol.records import Snapshot
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import ROUNDS, TAIL_ROUNDS
@@ -126,7 +127,7 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
             done.foreign.append(key)
             continue
         attempts.add(key)
-        if (record := _unpinned_record(key)) is not None:
+        if (record := unpinned_record(key)) is not None:
             records[key] = record
         if (segment := keys.parse_segment(key)) is not None:
             segments.append(segment)
@@ -140,11 +141,13 @@ def take_stock(store: Store, named: NamedByTheLog, done: Verification) -> None:
         else:
             (done.pinned if is_pinned else done.unpinned)[kind] += 1
     for folder, names in sorted(snapshots.items()):
-        strangers = _strangers(names, named.snapshot_files.get(folder), named.start)
+        strangers = foreign_files(names, named.snapshot_files.get(folder), named.start)
         done.foreign += sorted(f"{folder}{name}" for name in strangers)
         if keys.SNAPSHOT_RECORD in names:
             (done.unpinned if done.not_derived else done.pinned)["snapshot files"] += len(names - strangers) - 1
             done.unpinned["snapshot records"] += 1
+            if folder not in named.snapshot_files:  # of a version that nobody had to load
+                records[f"{folder}{keys.SNAPSHOT_RECORD}"] = Snapshot
         else:
             done.unpinned["unfinished snapshots"] += len(names - strangers)
             done.missing.append(f"{folder}{keys.SNAPSHOT_RECORD}: {len(names)} files of the snapshot are there")
@@ -166,7 +169,7 @@ def _is_foreign_claim(key: str, records: AttemptRecords) -> bool:
     return named is not None and named != key
 
 
-def _strangers(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
+def foreign_files(names: set[str], in_record: set[str] | None, start: Start | None) -> set[str]:
     """Names of files in a snapshot version's folder that its record does not list.
 
     `names`: the folder's files. `in_record`: those that the record lists; None without a record. Then the files count
@@ -190,7 +193,12 @@ def _kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> tupl
         return pinned, True
     if (halt := keys.halt.parse(key)) is not None and not 1 <= halt[0] <= named.legs:
         return None, False
-    return next((kind for kind, (is_one, _) in _UNPINNED.items() if is_one(key)), None), False
+    return unpinned_kind(key), False
+
+
+def unpinned_kind(key: str) -> str | None:
+    """The kind of an object that need not be pinned; None for other keys, those that this package never writes too."""
+    return next((kind for kind, (is_one, _) in _UNPINNED.items() if is_one(key)), None)
 
 
 def _pinned_kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) -> str | None:
@@ -218,7 +226,7 @@ def _pinned_kind(key: str, named: NamedByTheLog, claimed: set[tuple[int, int]]) 
     return None
 
 
-def _unpinned_record(key: str) -> type[Record] | None:
+def unpinned_record(key: str) -> type[Record] | None:
     """The record class at a key of an attempt, joined machine, request to halt, start record or vote; else None."""
     kinds = (keys.parse_attempt, keys.parse_join_record, keys.halt.parse, keys.began.parse, keys.follows.parse)
     if not keys.is_start(key) and all(parse(key) is None for parse in kinds):

@@ -20,8 +20,9 @@ from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.pull import write_files
 from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Score, Start
+from diloco_orchestrator.protocol.records import Score
 from diloco_orchestrator.protocol.round_metrics import sign_of
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots

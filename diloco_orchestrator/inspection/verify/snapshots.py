@@ -9,7 +9,8 @@ from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
-from diloco_orchestrator.protocol.records import Shard, Snapshot, Start
+from diloco_orchestrator.protocol.records import Shard, Snapshot
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, first_take

@@ -14,7 +14,8 @@ from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot, Start
+from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot
+from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.buffers import buffers_of_base
 from diloco_orchestrator.snapshots.file_plan import Naming
