@@ -144,14 +144,13 @@ def of_round(commit: Commit, replica_id: int) -> str:
 
 def check_forged(bucket: Store, refused: set[tuple[str, str]]) -> None:
     """Manifests of replicas that do not exist: nobody's where the bucket takes them, refused where it checks rights."""
-    for round_ in (1, ROUNDS):
-        written = {key[1] for info in bucket.list(keys.contributions(round_)) if (key := _contribution(info.key))}
-        assert set(range(100, 120)) <= written
-        for each in range(100, 120):
-            with pytest.raises(ObjectMissing, match="was not signed"):
-                of_run(bucket).get(keys.contribution(round_, each))
+    written = [key for info in bucket.list(keys.ROUNDS) if (key := _contribution(info.key)) and key[1] >= 100]
+    assert {replica_id for _, replica_id in written} == set(range(100, 120))
+    for key in written:
+        with pytest.raises(ObjectMissing, match="was not signed"):
+            of_run(bucket).get(keys.contribution(*key))
     asked = [_contribution(path.removeprefix("/bucket/run/")) for method, path in refused if method == "PUT"]
-    assert {key[1] for key in asked if key} == set(range(100, 120))
+    assert {key[1] for key in asked if key} >= set(range(100, 120))
 
 
 def _contribution(name: str) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.signing.signed_store import SignedStore, signed_store_in
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.presigned import PresignedStore
+from diloco_orchestrator.store.retrying import RetryingStore
 
 FALLS_FROM = 4  # the first round in which a stranger says that its score falls
 
@@ -38,13 +39,13 @@ class HostileMachine(Store):
 
     def __init__(self, ctx: ReplicaContext, attack: Attack) -> None:
         self._attempt = ctx._attempt
-        self._beneath = ctx._attempt.log.store
+        self.beneath = ctx._attempt.log.store
         self._attack = attack
         self._withheld = b""  # the payload of the process's own contribution
         self._round = 0  # of it
         self._memory: dict[str, Any] = {"draw": torch.Generator().manual_seed(ctx.replica_id)}
-        self.url = self._beneath.url
-        self.store = _Forging(self._beneath)
+        self.url = self.beneath.url
+        self.store = _Forging(self.beneath)
         self.replicas = ctx.replicas
 
     def create(self, key: str, data: bytes) -> bool:
@@ -53,31 +54,31 @@ class HostileMachine(Store):
             self._withheld = data
             return True
         if manifest is None or manifest[1] != self._attempt.replica_id:
-            return self._beneath.create(key, data)
+            return self.beneath.create(key, data)
         honest = Contribution.from_bytes(data, key)
         if honest.payload is None:
-            return self._beneath.create(key, data)
+            return self.beneath.create(key, data)
         self._round = honest.round
         delta = Encoded(self._withheld, honest.payload.codec, honest.payload.numel).values().clone()
-        others = _Others(self._beneath, honest.round)
+        others = _Others(self.beneath, honest.round)
         own = self._score(honest)
         self._attack(Writer(self, honest.replica_id, honest.round, delta, honest, others, own, self._memory))
         return True
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self._beneath.get(key, start, end)
+        return self.beneath.get(key, start, end)
 
     def put(self, key: str, data: bytes) -> None:
-        self._beneath.put(key, data)
+        self.beneath.put(key, data)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
-        return self._beneath.list(prefix, start_after)
+        return self.beneath.list(prefix, start_after)
 
     def delete(self, key: str) -> None:
-        self._beneath.delete(key)
+        self.beneath.delete(key)
 
     def open_file(self, key: str) -> IO[bytes] | None:
-        return self._beneath.open_file(key)
+        return self.beneath.open_file(key)
 
     # -- what a script knows -------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class HostileMachine(Store):
     def publish(self, round_: int, replica_id: int, vector: torch.Tensor) -> Payload:
         number, config = self._attempt.number, self._attempt.config
         return publish(
-            self._beneath,
+            self.beneath,
             lambda shard: keys.payload(round_, replica_id, number, shard),
             FlatTensors([vector]),
             config.codec,
@@ -146,9 +147,7 @@ class _Forging:
             self._store.put(key, data)
             return
         name, sealed = self._as_stored(signed, key, data)
-        engine: Any = signed.beneath
-        while not isinstance(engine, PresignedStore) and (beneath := getattr(engine, "beneath", None)) is not None:
-            engine = beneath
+        engine = signed.beneath.store if isinstance(signed.beneath, RetryingStore) else signed.beneath
         if isinstance(engine, PresignedStore) and name not in engine._newest().create:
             _put_without_right(engine, name, sealed)
         elif not signed.beneath.create(name, sealed):
