@@ -85,9 +85,9 @@ class HostileMachine(Store):
     def _score(self, honest: Contribution) -> Score:
         """What it might say of its own held-out share, which it does not score: what its training metric says."""
         start, said = self._attempt.log.start(), honest.in_loop
-        assert start is not None and start.record.heldout is not None and said is not None
-        count = start.record.heldout.shares[honest.replica_id]
-        return Score(share=honest.replica_id, sum=(said.sum or 0.0) / said.count * count, count=count)
+        assert start is not None and start.record.heldout is not None
+        count, mean = start.record.heldout.shares[honest.replica_id], (said.sum or 0.0) / said.count if said else 0.0
+        return Score(share=honest.replica_id, sum=mean * count, count=count)
 
     @property
     def allowed(self) -> float:
