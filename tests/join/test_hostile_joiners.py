@@ -118,6 +118,7 @@ def test_three_hostile_machines_of_eight_that_joined_by_a_link_change_nothing(
     seen = {each: [of_round(commit, each) for commit in commits] for each in HOSTILE}
     for each, name in attackers.items():
         print(f"{each}, {name}: {seen[each]}")
+    assert "ended (error)" not in told(tmp_path / "launcher"), told(tmp_path / "launcher")  # of an attacker either
     assert log[-1].stop == "completed" and len(commits) == ROUNDS, [each.reason for each in log]
     assert all({each.replica_id for each in named if each.scored} == set(range(LAUNCHED)) for named in checks)
     for each, name in attackers.items():

@@ -147,7 +147,7 @@ class _Forging:
             self._store.put(key, data)
             return
         name, sealed = self._as_stored(signed, key, data)
-        engine = signed.beneath.store if isinstance(signed.beneath, RetryingStore) else signed.beneath
+        engine = signed.beneath._opened.store if isinstance(signed.beneath, RetryingStore) else signed.beneath
         if isinstance(engine, PresignedStore) and name not in engine._newest().create:
             _put_without_right(engine, name, sealed)
         elif not signed.beneath.create(name, sealed):

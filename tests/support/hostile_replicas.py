@@ -362,7 +362,7 @@ def _with_value(value: float) -> Attack:
 def _late_flood(writer: Writer) -> None:
     """Nothing in time; manifests of huge payloads in all rounds that are closed."""
     for round_ in range(max(1, writer.round - 3), writer.round):
-        late = Writer(writer.fleet, writer.replica_id, round_, writer.delta, writer.honest, [])
+        late = Writer(writer.fleet, writer.replica_id, round_, writer.delta, writer.honest, [], writer.own)
         late.send_raw(1000.0 * writer.delta, round=round_)
 
 
