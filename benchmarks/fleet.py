@@ -176,7 +176,7 @@ class World:
                 self.views[replica_id], _ = follow(self.views[replica_id], TookPart(), self.now, policy)
 
     def _advance(self, policy: AttemptPolicy) -> None:
-        """Preemptions, heartbeats, ends, work and bills of one tick."""
+        """Preemptions, heartbeats, ends, work and bills of the minute before `now`."""
         for site in self.market.sites:
             there = [i for i, each in self.machines.items() if each.site is site]
             there.sort(key=lambda i: self.machines[i].since)
@@ -184,15 +184,16 @@ class World:
                 self._apply(replica_id, VendorSaid(ReplicaStatus(ReplicaState.PREEMPTED)), policy)
         tokens = 0.0
         for replica_id, machine in list(self.machines.items()):
-            if self.now >= machine.leaves_at:
+            if self.now > machine.leaves_at:
                 self._apply(replica_id, VendorSaid(ReplicaStatus(ReplicaState.CANCELLED)), policy)
             elif machine.leaves_at == math.inf and self.now >= machine.since + self.boot_s:
                 self._apply(replica_id, BeatSeen(self.tick), policy)
-                tokens += machine.site.tokens_per_s * TICK_S
-                self.worked[replica_id] = self.worked.get(replica_id, 0.0) + TICK_S
+                if self.now > machine.since + self.boot_s:
+                    tokens += machine.site.tokens_per_s * TICK_S
+                    self.worked[replica_id] = self.worked.get(replica_id, 0.0) + TICK_S
         rate = sum(each.site.usd[self.tick] for each in self.machines.values())
         idle = [
-            each for each in self.machines.values() if each.leaves_at < math.inf or self.now < each.since + self.boot_s
+            each for each in self.machines.values() if each.leaves_at < math.inf or self.now <= each.since + self.boot_s
         ]
         self.found.idle_usd += sum(each.site.usd[self.tick] for each in idle) * TICK_S / 3600
         self.found.add(tokens, rate, self.market)
@@ -336,7 +337,7 @@ def simple(market: Market, goal: float, most: int, only: Site | None = None) -> 
             while len(held) < most and count < site.machines[tick] and rate + site.usd[tick] <= market.usd_per_hour:
                 held.append((site, now))
                 count, rate = count + 1, rate + site.usd[tick]
-        tokens = sum(site.tokens_per_s for site, since in held if now >= since + BOOT_S) * TICK_S
+        tokens = sum(site.tokens_per_s for site, since in held if now > since + BOOT_S) * TICK_S
         found.add(tokens, rate, market)
         if found.tokens >= goal:
             found.reached = True

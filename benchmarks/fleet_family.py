@@ -70,7 +70,7 @@ def tokens_per_usd(market: Market, goal: float, paid: float, numbers: Numbers) -
                 lived[site.name][1] += 1
         for each in held:
             usd += each.site.usd[tick] * TICK_S / 3600
-            if each.leaves_at > tick and tick >= each.since + _BOOT:
+            if each.leaves_at > tick and tick > each.since + _BOOT:
                 tokens += each.site.tokens_per_s * TICK_S
                 lived[each.site.name][0] += 1
         if tokens >= goal:

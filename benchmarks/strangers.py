@@ -41,8 +41,6 @@ AGGREGATES = ("mean", "agreeing_mean", "trimmed_mean", "median")
 # Scripts of which an average gets something before they are left out. Of those that are left out from the first round
 # on, or refused, none gets anything.
 AVERAGED = "drift: a constant direction added", HALF, "replay of its first payload"
-# Scripts that are played with the kill-switch: of each way to be left out, refused or averaged, one.
-GUARDED = FALLING, "sign flip x1", "scaled x50", *AVERAGED, "random noise of the usual norm", "lying scores, high"
 # (launched replicas, strangers): in both fleets three of the strangers are hostile.
 FLEETS = {"5 launched, 3 strangers": (5, 3), "3 launched, 8 strangers": (3, 8)}
 
@@ -267,7 +265,7 @@ def main() -> None:
         elif given.aggregates:
             table, where = of_aggregates(given.only or [None, *AVERAGED], seeds, given.rounds, pool), "aggregates"
         elif given.guard:
-            table, where = of_guard(given.only or GUARDED, seeds, given.rounds, pool), "guarded_strangers"
+            table, where = of_guard(given.only or [FALLING, *ATTACKS], seeds, given.rounds, pool), "guarded_strangers"
         elif given.dealt:
             table, where = of_dealt(seeds, given.rounds, pool), "dealt_strangers"
         else:

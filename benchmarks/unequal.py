@@ -22,7 +22,6 @@ from diloco_orchestrator.store.open_store import open_store
 
 # The last is a T4 among H100s, by the figures of their data sheets.
 SLOW = (1.4, 4.0, 15.0)
-ARMS = (("equal", 1.0), *((steps, slow) for slow in SLOW for steps in ("equal", "equal_time")))
 
 
 def play(steps: str, slow: float, given: argparse.Namespace) -> Sample:
@@ -71,12 +70,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--step-s", type=float, default=0.2)
+    parser.add_argument("--slow", type=float, nargs="+", default=SLOW, help="times, of the third machine's steps")
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-unequal.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
     given = parser.parse_args()
     results = Results("unequal", given.results)
     results.begin(sources_of(None), vars(given))
-    for steps, slow in ARMS:
+    for steps, slow in (("equal", 1.0), *((steps, slow) for slow in given.slow for steps in ("equal", "equal_time"))):
         began = time.monotonic()
         results.add(steps=steps, slow=slow, **play(steps, slow, given))
         print(results.samples[-1], f"{time.monotonic() - began:.0f} s", flush=True)

@@ -63,8 +63,9 @@ def fold_round(
     dealt = deal(len(heldout.shares), [replica_id for replica_id in roster if replica_id not in unheard])
     named = [manifest for manifest in _without(named, harmful) if manifest.replica_id not in unheard]
     named, local, quarantined = _without_suspects(state, config, heldout, dealt, named)
+    heard = [manifest for manifest in valid if manifest.replica_id not in unheard]
     scores = [
-        score for manifest in valid for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
+        score for manifest in heard for score in _allowed(manifest.scores, heldout, dealt.get(manifest.replica_id, ()))
     ]
     folded = fold(
         state,
@@ -75,11 +76,11 @@ def fold_round(
             scores=sorted(scores, key=lambda score: score.share),
             in_loop={m.replica_id: m.in_loop for m in named if m.in_loop and m.in_loop.count},
             why_no_metric=_why_no_metric(heldout.metric, named),
-            final_evaluation=bool(valid) and all(manifest.kind == "scores" for manifest in valid),
+            final_evaluation=bool(heard) and all(manifest.kind == "scores" for manifest in heard),
             kl_to_init=_median("kl_to_init", named),
             entropy=_median("entropy", named),
             reward_std=_median("reward_std", named),
-            vault=_vault_scores(heldout, dealt, valid) if vault_base(state) is not None else (),
+            vault=_vault_scores(heldout, dealt, heard) if vault_base(state) is not None else (),
             rebuildable=rebuildable,
             extra={name: _median(EXTRA_PREFIX + name, named) for name in sorted(config.max_extra)},
         ),

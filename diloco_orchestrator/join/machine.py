@@ -223,8 +223,9 @@ class Machine:
         self._read = {name: data for name, data in self._read.items() if name in listed}
         if self._read:
             del self._read[next(iter(self._read))]  # read again: another offer may have its name by now
-        # Low ids first: a run that can be scaled offers ids that its first round does not wait for.
-        for name in sorted(listed, key=lambda name: (len(name), name)):
+        # Names without a record about an offer first: others are spent as a rule, and a long run has many of these.
+        # Then low ids: a run that can be scaled offers ids that its first round does not wait for.
+        for name in sorted(listed, key=lambda name: (len(listed[name]) > 1, len(name), name)):
             data = self._bytes_of(name)
             if data is None or self._refused.get(name) == (sha256 := sha256_hex(data)):
                 continue

@@ -364,4 +364,4 @@ def pause_s(first_s: float, times: int) -> float:
 
     `first_s` after the first end, doubled with each further one, at most 60.
     """
-    return float(min(first_s * 2 ** (times - 1), _LONGEST_PAUSE_S))
+    return min(math.ldexp(first_s, min(times - 1, 32)), _LONGEST_PAUSE_S)  # 2 ** 1024 is no float

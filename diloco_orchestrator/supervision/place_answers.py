@@ -9,6 +9,7 @@ from typing import Self
 
 START_S = 300.0  # from a launch until the replica trains, at a place where none has started yet
 _REST_S = (60.0, 600.0)  # the first and the longest rest of a place that has no machine
+_UNSEEN = 0.05  # of its mean time without machines: the longest rest of a place that has had machines again
 _LONG_REST_S = 3600.0  # the longest one of a place whose machines cost time, or money, and never train
 
 
@@ -42,7 +43,10 @@ class Answers:
         first_s, longest_s = _REST_S
         if wastes := now - launched_at > first_s:
             first_s, longest_s = now - launched_at, _LONG_REST_S
-        rests_until = now + min(first_s * 2.0**self.times, longest_s)
+        elif self.returns:
+            mean_s = (self.without_s + max(0.0, now - max(since, self.trained_at))) / (self.returns + 1)
+            longest_s = min(longest_s, max(first_s, _UNSEEN * mean_s))
+        rests_until = now + min(math.ldexp(first_s, min(self.times, 32)), longest_s)  # 2 ** 1024 is no float
         return replace(found, times=self.times + 1, rests_until=rests_until, wastes=wastes)
 
     def given(self, launched_at: float, start_s: float) -> Self:

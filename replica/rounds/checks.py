@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # from when the round could end until nobody waits for what replicas have not reported
 _SCORING_TIMES = 3.0  # of what scoring took here, for which others' scores are waited for
+_MOST_RECORDS = 64  # of one replica in a round that count, beside one for each replica of the run
 _TRIES = 8  # records that are written until one is there as it was written
 
 Shard = tuple[str, int]  # sha256 of a manifest, index of a payload shard
@@ -115,12 +116,24 @@ class Checks:
         new = []
         for info in self._attempt.store.list(keys.checks(self._round)):
             parsed = keys.checked.parse(info.key)
-            if parsed and info.key not in self._keys and parsed[1] < self._attempt.config.most_replicas:
+            if parsed and info.key not in self._keys and self._may_count(*parsed[1:]):
                 new.append((info.key, *parsed[1:]))
         in_parallel(self._attempt.background, [partial(self._hear, *each) for each in new])
         self.averages.try_accusations()
         if self.averages.to_report():
             self._report(received)
+
+    def _may_count(self, replica_id: int, number: int) -> bool:
+        """Whether the check record of this number, by this replica, is read, and so named in this replica's commit.
+
+        A commit that is longer than one may be is void: eighty thousand records of one replica would make it so. An
+        honest one has something new about a contribution or an accusation. Strangers' records are about payloads and
+        averages, which a round by gather does not ask about.
+        """
+        config = self._attempt.config
+        if self._tip.dealing is None and replica_id in config.invited:
+            return False
+        return replica_id < config.most_replicas and number <= _MOST_RECORDS + config.most_replicas
 
     def _report(self, received: ReceivedResponses) -> None:
         attempt, found, reported = self._attempt, list[ReadShards](), set[Shard]()
@@ -345,9 +358,13 @@ class Checks:
         return True
 
     def _said(self, answer: Answer, shard: PayloadShard) -> Mapping[int, bool]:
-        """Reports that count about a payload shard, by replica id: whether the shard is good."""
+        """Reports that count about a payload shard, by replica id: whether the shard is good.
+
+        What strangers say of each other's work does not count: one person may run several.
+        """
         heard = self._heard.get((answer.manifest_sha256, shard.index), {})
-        without = {answer.replica_id, *self._tip.barred}
+        invited = self._attempt.config.invited
+        without = {answer.replica_id, *self._tip.barred, *(invited if answer.replica_id in invited else ())}
         return {replica_id: good for replica_id, good in heard.items() if replica_id not in without}
 
     def _needed(self, shard: PayloadShard) -> int:

@@ -258,6 +258,7 @@ class RoundCloser:
             numel=self._tip.base.numel(opened.names),
             shard_numel=self._tip.base.shard_numel,
             config=self._attempt.config,
+            final_evaluation=opened.final_evaluation,
         )
 
     def _check_claims(self) -> None:

@@ -78,7 +78,7 @@ class ReceivedContribution:
 
 @dataclass(frozen=True)
 class ExpectedContribution:
-    """Properties of every valid contribution to the open round: round, leg, fragment, length, codec."""
+    """Properties of every valid contribution to the open round: round, leg, fragment, length, codec, kind."""
 
     round: int
     leg: int
@@ -86,6 +86,7 @@ class ExpectedContribution:
     numel: int  # of that fragment
     shard_numel: int
     config: RunConfig
+    final_evaluation: bool = False  # whether it takes scores and no pseudo-gradients
 
     @property
     def shards_at_once(self) -> int:
@@ -275,6 +276,9 @@ class ReceivedResponses:
             why = manifest.reason[:LONGEST_REASON]
             log.warning("round %d: replica %d abstains: %s", expected.round, replica_id, why)
             return "abstention", manifest.reason
+        if why := _why_no_contribution(manifest, expected):
+            log.warning("round %d: replica %d is not averaged: %s", expected.round, replica_id, why)
+            return "unverifiable", why
         if manifest.kind == "delta" and (why := _breaks_its_promise(manifest, expected)):
             return "unverifiable", why
         return manifest.kind, ""
@@ -383,6 +387,16 @@ def _verify(store: Store, cache: RecentPayloads, shard: PayloadShard) -> Payload
     except PayloadCorrupt as error:
         return error
     return None
+
+
+def _why_no_contribution(manifest: Contribution, expected: ExpectedContribution) -> str:
+    """Reason why a manifest that is no abstention is no contribution, whatever its payload; empty if it may be one.
+
+    A commit that counted it as one would be void, so that its author could fail the run.
+    """
+    if manifest.kind == "scores" and not expected.final_evaluation:
+        return "the manifest holds scores alone, which only the final evaluation round takes"
+    return "" if manifest.base_digest else "the manifest names no base from which its author started"
 
 
 def _breaks_its_promise(manifest: Contribution, expected: ExpectedContribution) -> str:

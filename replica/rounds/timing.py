@@ -86,6 +86,8 @@ class RoundTiming:
     def record(self, manifests: Iterable[Contribution]) -> None:
         """Add the train times of contributions to this or earlier rounds, which have just been read."""
         for manifest in manifests:
+            if not self._counts(manifest.replica_id):
+                continue
             opened_at = self._first_opened.get(manifest.round)
             seen_s = None if opened_at is None else self._now() - opened_at
             self._times = self._times.with_manifests([manifest], seen_s)
@@ -93,7 +95,12 @@ class RoundTiming:
     def recover(self) -> None:
         """Load the train times of the last closed rounds from their commits, which have no late contributions."""
         for round_ in self._tip.closed_rounds[:_ROUNDS_READ]:
-            self._times = self._times.with_answers(round_, self._tip.commit_of(round_).answers)
+            answers = [each for each in self._tip.commit_of(round_).answers if self._counts(each.replica_id)]
+            self._times = self._times.with_answers(round_, answers)
+
+    def _counts(self, replica_id: int) -> bool:
+        """Whether a replica's train times count here: of strangers none do, who may be most and say anything."""
+        return replica_id == self._attempt.replica_id or replica_id not in self._attempt.config.invited
 
     @property
     def elastic(self) -> bool:

@@ -6,11 +6,13 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from diloco_orchestrator.config import OuterConfig
-from diloco_orchestrator.errors import PayloadCorrupt
+from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
@@ -21,6 +23,7 @@ from diloco_orchestrator.replica.rounds.tip import HeldTip
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Measure = Callable[[Base], Sequence[float]]  # a base -> its scores on the items dealt to this replica; higher is better
 # A base and a contribution -> its scores on training items dealt to the author, and on as many dealt to others.
 DealtMeasure = Callable[[Base, Contribution], tuple[Sequence[float], Sequence[float]]]
@@ -65,7 +68,8 @@ class WorkScores:
         """Scores of the strangers' contributions that were not scored yet, in replica order; reads their payloads.
 
         `manifests`: the contributions to the open round received so far, by replica id. Empty for a stranger, and where
-        fewer than two held-out items were dealt to this replica. Raises the errors of the function that scores.
+        fewer than two held-out items were dealt to this replica. Raises the errors of the function that scores, but not
+        those about a stranger's work, which is then scored as not finite: it would end every launched replica.
         """
         attempt, began = self._attempt, self._attempt.clock.now()
         found = []
@@ -77,9 +81,10 @@ class WorkScores:
                 continue
             self._scored.add((replica_id, payload.digest))
             try:
-                base, there = self._values(None, read), self._values(manifests[replica_id], read)
-                own = manifests.get(attempt.replica_id)
+                base, own = self._values(None, read), manifests.get(attempt.replica_id)
                 beside = self._values(own, read) if own is not None and own.payload is not None else None
+                score = partial(self._values, manifests[replica_id], read)
+                there = self._unless_it_raises(manifests[replica_id], score, [math.nan] * len(base))
                 self._score_dealt(manifests[replica_id], own, read)
             except PayloadCorrupt as error:
                 log.warning("round %d: replica %d is not scored: %s", self._tip.open.round, replica_id, error)
@@ -121,6 +126,19 @@ class WorkScores:
         if manifest is not None and sample is not None:
             self._keep(manifest.replica_id, sample)
         return values
+
+    def _unless_it_raises(self, manifest: Contribution, score: Callable[[], T], otherwise: T) -> T:
+        """The result of `score`, of a stranger's contribution; `otherwise` where the function that scores raises."""
+        try:
+            return score()
+        except (PayloadCorrupt, Preempted):
+            raise
+        except Exception as error:  # the training function runs here, on a model that a stranger has chosen
+            said = type(error).__name__, error
+            log.warning(
+                "round %d: replica %d's work cannot be scored: %s: %s", self._tip.open.round, manifest.replica_id, *said
+            )
+            return otherwise
 
     def _keep(self, replica_id: int, sample: torch.Tensor) -> None:
         """Keep a sample of a replica's contribution to the open round, and the one before it."""
@@ -189,7 +207,7 @@ class WorkScores:
         if self._own_gap[0] != own.payload.digest:
             self._own_gap = own.payload.digest, self._gap(own, read)
         usual = self._own_gap[1]
-        gap = None if usual is None else self._gap(manifest, read)
+        gap = None if usual is None else self._unless_it_raises(manifest, lambda: self._gap(manifest, read), None)
         if gap is not None and usual is not None:
             author, payload = manifest.replica_id, manifest.payload.digest
             self.dealt += (DealtScore(replica_id=author, payload=payload, gap=gap, usual=usual),)

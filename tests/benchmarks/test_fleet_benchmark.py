@@ -48,3 +48,16 @@ def test_a_price_that_rises_ends_machines_beyond_the_least_until_it_is_the_usual
     world = fleet.World(fleet.Market([fleet.Site("a", 100.0, 1.0, usd, [9] * minutes)], least=2, most=6), math.inf)
     world.run()
     assert sum(machine.leaves_at == math.inf for machine in world.machines.values()) == training
+
+
+def test_five_minutes_of_a_start_and_one_of_leaving_are_paid_without_tokens(fleet):
+    """Six machines start for $1 an hour; four of them leave once it is $1.50."""
+    minutes = 246
+    usd = ([1.0] * 240 + [1.5] * minutes)[:minutes]
+    world = fleet.World(fleet.Market([fleet.Site("a", 100.0, 1.0, usd, [9] * minutes)], least=2, most=6), math.inf)
+    found = world.run()
+    assert (found.launches, found.ends) == (6, 4)
+    assert found.idle_usd == pytest.approx((6 * 5 * 1.0 + 4 * 1.5) / 60)
+    trained_usd = found.usd - found.idle_usd
+    hours = found.tokens / 100.0 / 3600
+    assert 1.0 < trained_usd / hours < 1.5

@@ -105,6 +105,24 @@ def test_a_machine_takes_an_offer_of_a_name_that_it_has_refused(scene: Scene):
     ]
 
 
+def test_a_free_offer_is_taken_before_spent_ones_are_read(scene: Scene):
+    """A run of hundreds of preemptions has as many offers, of which each is a request before a machine trains."""
+    for attempt in range(1, 6):
+        about(scene, scene.executor.launch(scene.request(attempt=attempt)), Taken(**STAMP(), by="another"))
+    free = scene.executor.launch(scene.request(attempt=6))
+    read, get = list[str](), scene.store.get
+
+    def watched(key: str, start: int = 0, end: int | None = None) -> bytes:
+        if keys.join_offer.parse(key):
+            read.append(key)
+        return get(key, start, end)
+
+    scene.store.get = watched  # type: ignore[method-assign]
+    program = scene.program()
+    assert scene.machine(program).run() == 0 and len(program.started) == 1
+    assert set(read) == {keys.join_offer(free.native_id)}
+
+
 def test_a_copy_of_an_offer_keeps_no_machine_from_the_offer(scene: Scene):
     """Refused under the name of another attempt, the same bytes are taken under their own."""
     handle = scene.executor.launch(scene.request())

@@ -56,6 +56,19 @@ def forge(fleet: Fleet, manifest: Contribution, values: torch.Tensor) -> Contrib
     return forged
 
 
+@pytest.mark.parametrize("changes", [{"kind": "scores", "payload": None}, {"base_digest": ""}])
+def test_a_manifest_that_no_commit_can_average_makes_none_void(changes):
+    """Counted as a contribution it made the commit of every round void, and with the third one the run failed."""
+    fleet = Fleet(replicas=3, quorum=2)
+    participants = fleet.join_all()
+    for round_ in (1, 2, 3):
+        manifests = [answer(each, 1.0) for each in participants]
+        fleet.engine.put(keys.contribution(round_, 2), manifests[2].model_copy(update=changes).to_bytes())
+        commits = together([lambda each=each: commit_by(each) for each in participants])  # type: ignore[misc]
+        assert commits[0].applied and [each.kind for each in commits[0].answers] == ["delta", "delta", "unverifiable"]
+    assert verify_run(fleet.store).disagreement is None
+
+
 # -- payloads ---------------------------------------------------------------------------------------------------------
 
 

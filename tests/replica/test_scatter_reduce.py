@@ -269,6 +269,32 @@ def test_one_replica_that_vouches_for_a_damaged_payload_gets_it_averaged_by_nobo
     assert_right(fleet, participants)
 
 
+def test_strangers_that_vouch_for_a_damaged_payload_of_another_get_it_averaged_by_nobody():
+    """Where nobody scores their work, three of seven ended a run: who commits went by the words of any two."""
+    strangers = [4, 5, 6]
+    fleet, participants = fleet_of("scatter_reduce", replicas=7, invited=strangers, aggregate="mean")
+    manifests = [contribute(each) for each in participants]
+    damaged = keys.payload(
+        1, 6, 1, next(i for i in range(9) if 0 not in Dealing(1, 7, frozenset(range(4))).readers(6, i))
+    )
+    fleet.engine.put(damaged, fleet.store.get(damaged)[:-1] + b"!")
+    read = tuple(
+        ReadShards(manifest_sha256=sha256_hex(each.to_bytes()), good=tuple(range(len(each.payload.shards))))
+        for each in manifests
+        if each.payload is not None
+    )
+    for attempt in (participants[i]._attempt for i in strangers):
+        about = {"replica_id": attempt.replica_id, "attempt": 1, "claim_sha256": attempt.claim_sha256}
+        assert attempt.writer.create(Checked(**attempt.stamp(), round=1, leg=1, number=1, read=read, **about))
+    closers = [each._closer for each in participants]
+    closers[0]._observe(waited=False)
+    before = {each.replica_id for each in closers[0]._decide()[2]}
+    commit = together([lambda each=each: close(each) for each in participants[:4]])[0].commit  # type: ignore[misc]
+    assert {each.replica_id: each.averaged for each in commit.answers}[6] is False
+    assert before.isdisjoint(strangers)
+    assert_right(fleet, participants[:4])
+
+
 def test_a_reduced_shard_that_differs_from_its_inputs_decides_nothing():
     fleet, participants = fleet_of("scatter_reduce")
     fleet.engine.change = lambda key, data: data[:-1] + b"!" if keys.parse_reduced_shard(key) else data

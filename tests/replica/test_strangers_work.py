@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.records import Commit, Contribution, Metric, Quarantine, Score
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -145,6 +147,54 @@ def test_who_polls_seldom_has_its_scores_counted():
     assert counted == [set(LAUNCHED), set(LAUNCHED), {*LAUNCHED, *STRANGERS}]
 
 
+def test_an_error_about_a_strangers_work_ends_nobody_and_is_harm():
+    """As of a function that samples, where probabilities are not finite: it ended every launched replica."""
+    _, participants = fleet_of()
+
+    def sampling(i: int, base: Base) -> Sequence[float]:
+        if min(values := scores(i)(base)) < -99:
+            raise ValueError("probability tensor contains either inf, nan or element < 0")
+        return values
+
+    for i in LAUNCHED:
+        measure = partial(sampling, i)
+        participants[i].score_strangers_by(measure, lambda base, _, measure=measure: (measure(base), [0.0] * 10))
+    for each, value in zip(participants, [GOOD, GOOD, GOOD, GOOD, -1e4], strict=True):
+        answer(each, value, report(share=each._attempt.replica_id, score=1.0))
+    for i in LAUNCHED:
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    assert list(left_out(close(participants[0]).commit)) == [4]
+
+
+@pytest.mark.parametrize(("path", "author"), [("gather", 4), ("gather", 1), ("scatter_reduce", 4)])
+def test_no_replica_fills_a_commit_with_check_records(path, author):
+    """Some eighty thousand empty ones, 107 bytes each in it, would make a commit longer than one may be, and void."""
+    fleet, participants = fleet_of(path=path)
+    attempt = participants[author]._attempt
+    about = {"replica_id": author, "attempt": 1, "claim_sha256": attempt.claim_sha256}
+    for number in range(20, 100):
+        record = Checked(**attempt.stamp(), round=1, leg=1, number=number, read=(), **about)
+        assert attempt.writer.create(record) is not None
+    commit = played(participants, [GOOD] * 5)
+    most = 0 if path == "gather" and author in STRANGERS else 64 + 5
+    numbers = [each.number for each in commit.checks or () if each.replica_id == author and each.number >= 20]
+    assert numbers == list(range(20, most + 1)) and commit.applied
+    assert_right(fleet, participants)
+
+
+def test_what_strangers_say_of_their_train_times_moves_no_deadline():
+    """More of them than launched replicas could end rounds after two seconds, or make them wait for months."""
+    fleet, participants = fleet_of(replicas=6, invited=[2, 3, 4, 5], quorum=2)
+    for each in participants:
+        answer(each, GOOD, report(share=each._attempt.replica_id, score=1.0))
+    for i in (2, 3, 4, 5):
+        key = keys.contribution(1, i)
+        said = Contribution.from_bytes(fleet.store.get(key), key)
+        fleet.store.put(key, said.model_copy(update={"train_s": 1e9}).to_bytes())
+    together([lambda each=each: close(each) for each in participants[:2]])  # type: ignore[misc]
+    assert all(0.0 < each._closer._timing.usual_s < 1e3 for each in (participants[0], fleet.join(1)))
+
+
 def test_scores_that_are_not_finite_are_harm():
     _, participants = fleet_of()
     for i in LAUNCHED:
@@ -234,6 +284,27 @@ def test_the_guard_counts_what_launched_replicas_report_alone(strangers):
         states.append((commit.guard, commit.verdict))
         assert_right(fleet, participants)
     assert states[0] == states[1]
+
+
+def test_a_stranger_without_scores_changes_no_verdict_of_the_final_evaluation():
+    """The last base was compared with no training metric then, and an alarm about it waited for a further round."""
+    verdicts = []
+    for abstains in (False, True):
+        fleet, participants = fleet_of(rounds=1)
+        for score in (1.0, -1e6):
+            for each in participants:
+                dealt = deal(5, each.open.scorers).get(each._attempt.replica_id, [])
+                scores = tuple(Score(share=share, sum=10 * score, count=10) for share in dealt)
+                in_loop = None if each.open.final_evaluation else Metric(sum=30.0, count=30)
+                said = answer(each, GOOD, replace(report(), scores=scores, in_loop=in_loop))
+            if abstains and said.kind == "scores":
+                absent = said.model_copy(update={"kind": "abstention", "reason": "not today"})
+                fleet.engine.put(keys.contribution(said.round, said.replica_id), absent.to_bytes())
+            commit = together([lambda each=each: close(each) for each in participants])[0].commit  # type: ignore[misc]
+        assert commit.stop == "completed"
+        verdicts.append(commit.verdict)
+        assert_right(fleet, participants)
+    assert verdicts[0] == verdicts[1] and verdicts[0] is not None and verdicts[0].in_loop == 1.0
 
 
 def test_a_stranger_that_was_left_out_drops_that_work():

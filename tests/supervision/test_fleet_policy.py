@@ -239,6 +239,10 @@ def test_the_pause_has_a_bound():
     retry = RetryConfig(max_errors=50, backoff_s=4.0)
     failed = replica(ended(Outcome.ERROR), times=40)
     assert actions(failed, now=1059.9, retry=retry) == [] and len(actions(failed, now=1060.0, retry=retry)) == 1
+    often = {Outcome.PREEMPTED: 3000, Outcome.ERROR: 3000}
+    for outcome in often:
+        view = ReplicaView(0, 3001, ended(outcome), often)
+        assert len(actions(view, now=1060.0, retry=RetryConfig(max_errors=5000, max_preemptions=5000))) == 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.PREEMPTED, Outcome.TIMED_OUT])

@@ -14,7 +14,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat, Intent
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.supervision.coordinator import Coordinator
-from diloco_orchestrator.supervision.place_answers import START_S
+from diloco_orchestrator.supervision.place_answers import START_S, Answers
 from diloco_orchestrator.supervision.place_book import first_launches
 from executors.contract import (
     ExecutorDenied,
@@ -117,6 +117,21 @@ def test_a_place_without_a_machine_rests_for_longer_each_time_and_its_words_are_
     assert rests[0] >= 60 and all(after >= 1.8 * before for before, after in pairwise(rests)), rests
 
 
+def test_a_place_that_refuses_for_weeks_is_asked_every_ten_minutes():
+    answers, now = Answers(), 0.0
+    for _ in range(2000):
+        answers = answers.refused("no quota", now, now)
+        now = answers.rests_until
+    assert now == pytest.approx(60 + 120 + 240 + 480 + 1996 * 600)
+
+
+@pytest.mark.parametrize(("returns", "rest_s"), [(0, 600.0), (3, 120.0), (19, 60.0)])
+def test_a_place_that_has_had_machines_again_rests_for_a_twentieth_of_its_mean_time_without_any(returns, rest_s):
+    """It has had none for 9,600 s altogether, and refuses for the sixth time; a rest has a minute at the least."""
+    answers = Answers(times=5, without_s=9_500.0, returns=returns, refused_since=900.0, refused_at=940.0)
+    assert answers.refused("none", 1000.0, 1000.0).rests_until == pytest.approx(1000.0 + rest_s)
+
+
 def test_a_place_that_has_machines_again_gets_the_next_attempt_after_its_rest():
     town = Town()
     town.cheap.refusal = NoCapacity("none")
@@ -192,10 +207,21 @@ def test_a_vendor_whose_price_becomes_no_price_gets_no_further_attempt(price):
     coordinator = town.coordinator()
     town.run(coordinator, 5)
     town.cheap.price = lambda request: None if price is None else Price(price, "its list")
-    town.run(coordinator, 300)  # prices are asked for every five minutes
+    town.run(coordinator, 300)  # prices are asked for every minute
     town.cheap.states[1, 1] = ReplicaStatus(ReplicaState.PREEMPTED)
     town.run(coordinator, 20)
     assert town.alive(coordinator) == {0: "cheap", 1: "dear"}
+
+
+def test_a_vendor_whose_price_is_nothing_gets_all_that_may_train_and_loses_them_to_the_limit_once_it_asks_for_money():
+    town = Town(usd_per_hour=3.0)
+    town.cheap.usd = 0.0
+    coordinator = town.coordinator()
+    town.run(coordinator, 5)
+    assert town.alive(coordinator) == {0: "cheap", 1: "cheap", 2: "cheap"}
+    town.cheap.usd = 2.0
+    town.run(coordinator, 120)  # prices are asked for every minute
+    assert list(town.alive(coordinator).values()) == ["cheap"] and town.dear.launched == []
 
 
 def test_the_limit_on_dollars_an_hour_decides_how_many_train():
