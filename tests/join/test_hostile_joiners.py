@@ -36,7 +36,7 @@ URL = "s3://bucket/run"
 LAUNCHED, STRANGERS, ROUNDS = 3, range(3, 11), 5
 HOSTILE = 8, 9, 10
 FLOOD, FORGED, DIGITS = "late flood", "forged names and ids", "counts of 400 digits"
-# Each run takes one to two minutes of two cores.
+# Each run takes a minute of CPU time, and two to five minutes where two cores are busy.
 PLAYED = (
     ("sign flip x10", "random noise of the usual norm", "scaled x50"),
     ("sign flip, just below the limit", "drift: a constant direction added", "replay of its first payload"),
