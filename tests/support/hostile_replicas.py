@@ -6,10 +6,10 @@ those of honest replicas as theirs, those of attackers as their script says. Tra
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from protocol_fleet import Fleet, report
@@ -135,16 +135,27 @@ class Task:
         return deltas, losses.tolist()
 
 
+class Scene(Protocol):
+    """What a script knows of its run, and where it writes."""
+
+    store: Any  # with `put`, which overwrites
+    replicas: int
+
+    @property
+    def allowed(self) -> float: ...  # times the median norm that a contribution to the open round may have
+    def publish(self, round_: int, replica_id: int, vector: torch.Tensor) -> Payload: ...
+
+
 @dataclass
 class Writer:
     """Where an attacker stands in a round: what it trained, and a manifest that an honest replica would publish."""
 
-    fleet: "HostileFleet"
+    fleet: Scene
     replica_id: int
     round: int
     delta: torch.Tensor  # its own pseudo-gradient, (parameters,) float32
     honest: Contribution  # its manifest, if it were honest, without a payload
-    others: list[torch.Tensor]  # pseudo-gradients of the honest replicas
+    others: Sequence[torch.Tensor]  # pseudo-gradients of the honest replicas
     own: Score  # of its own held-out share, also where the guard does not count it
     memory: dict[str, Any] = field(default_factory=dict)  # kept from round to round
 
@@ -156,13 +167,17 @@ class Writer:
     def send_raw(self, vector: torch.Tensor, norm: float | None = None, **changes: Any) -> None:
         """Publish a vector whatever it holds. `norm`: what the manifest declares; by default what is true or 1."""
         data = encode(vector, "fp32")
-        self.fleet.store.put(keys.payload(self.round, self.replica_id, 1, 0), data)
+        self.put_payload(data)
         true = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
         declared = norm if norm is not None else true if math.isfinite(true) else 1.0
         shard = Shard(digest=bulk_digest(data), size=len(data))
         numel = vector.numel()
         payload = Payload(codec="fp32", numel=numel, shard_numel=16 * 2**20, shards=(shard,), norms=(declared,))
         self.put({"payload": payload, **changes})
+
+    def put_payload(self, data: bytes) -> None:
+        """Write the only shard of its payload, whatever was there."""
+        self.fleet.store.put(keys.payload(self.round, self.replica_id, self.honest.attempt, 0), data)
 
     def put(self, changes: Mapping[str, Any], replica_id: int | None = None) -> None:
         """Write the honest manifest with these changes under the key of a replica, its own by default."""
@@ -361,7 +376,7 @@ def _other_names(writer: Writer) -> None:
 
 def _wrong_layout(writer: Writer) -> None:
     data = encode(writer.delta[:-3], "fp32")
-    writer.fleet.store.put(keys.payload(writer.round, writer.replica_id, 1, 0), data)
+    writer.put_payload(data)
     shard = Shard(digest=bulk_digest(data), size=len(data))
     numel = writer.delta.numel() - 3
     writer.put({"payload": Payload(codec="fp32", numel=numel, shard_numel=2**24, shards=(shard,), norms=(1.0,))})
@@ -369,7 +384,7 @@ def _wrong_layout(writer: Writer) -> None:
 
 def _wrong_digest(writer: Writer) -> None:
     writer.send(writer.delta)
-    writer.fleet.store.put(keys.payload(writer.round, writer.replica_id, 1, 0), encode(50.0 * writer.delta, "fp32"))
+    writer.put_payload(encode(50.0 * writer.delta, "fp32"))
 
 
 def _lying(sign: float) -> Attack:
@@ -382,8 +397,8 @@ def _lying(sign: float) -> Attack:
 
 
 def _no_scores(writer: Writer) -> None:
-    own = writer.replica_id
-    writer.send(writer.delta, scores=(Score(share=own, sum=None, count=SHARE),), in_loop=Metric(sum=None, count=1))
+    scores = (Score(share=writer.own.share, sum=None, count=writer.own.count),)
+    writer.send(writer.delta, scores=scores, in_loop=Metric(sum=None, count=1))
 
 
 def _just_below(writer: Writer, **changes: Any) -> None:

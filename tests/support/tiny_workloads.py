@@ -3,13 +3,11 @@
 import ctypes
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, Dataset
 
 from diloco_orchestrator import (
@@ -268,39 +266,20 @@ def heldout_at_once(model: torch.nn.Module, items: list[Any]) -> list[float]:
 
 
 STEPS_FOR_STRANGERS = 5  # of a round
-_WAY = torch.nn.functional.normalize(torch.randn(10_000, generator=torch.Generator().manual_seed(1)), dim=0)
-# What hostile machines send instead of the pseudo-gradient of their honest work, by the names of docs/inside/attacks.md
-# where there is one. `first`: that of their first round.
-SENDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sign flip x10": lambda delta, first: -10.0 * delta,
-    "sign flip x1": lambda delta, first: -delta,
-    "sign flip, just below the limit": lambda delta, first: -1.2 * delta,
-    "scaled x50": lambda delta, first: 50.0 * delta,
-    "drift": lambda delta, first: delta + delta.norm() * torch.nn.functional.normalize(_WAY[: len(delta)], dim=0),
-    "noise": lambda delta, first: torch.randn(len(delta)) * delta.norm() / len(delta) ** 0.5,
-    "zero update": lambda delta, first: torch.zeros_like(delta),
-    "replay": lambda delta, first: first,
-    "honest and noise": lambda delta, first: delta + 0.5 * torch.randn(len(delta)),
-}
 
 
 def train_or_attack(ctx: ReplicaContext) -> None:
-    """A healthy run, but on machines with `HOSTILE` in their environment: one of `SENDS`."""
-    hostile = SENDS.get(os.environ.get("HOSTILE", ""))
+    """A healthy run. Machines with `HOSTILE` in their environment contribute what that script of theirs sends."""
+    if script := os.environ.get("HOSTILE"):
+        from hostile_machines import attack
+
+        attack(ctx, script)
     model, draw = mlp(), torch.Generator().manual_seed(0)
     with torch.no_grad():  # the same first values in every run and thread
         for value in model.parameters():
             value.copy_(torch.randn(value.shape, generator=draw) / 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     given = {"heldout": heldout_at_once, "heldout_items": list(range(FOR_STRANGERS))}
-    first: torch.Tensor | None = None
     with ctx.attach(model, optimizer, **given) as replica:
-        for step, batch in enumerate(replica.batches(data_of(ctx))):
-            if step % STEPS_FOR_STRANGERS == 0:
-                base = parameters_to_vector(model.parameters()).detach().clone()
-            loss = inner_step(model, optimizer, batch)
-            if hostile is not None and step % STEPS_FOR_STRANGERS == STEPS_FOR_STRANGERS - 1:
-                delta = base - parameters_to_vector(model.parameters()).detach()
-                first = delta if first is None else first
-                vector_to_parameters(base - hostile(delta, first), model.parameters())
-            replica.observe(loss=loss)
+        for batch in replica.batches(data_of(ctx)):
+            replica.observe(loss=inner_step(model, optimizer, batch))
