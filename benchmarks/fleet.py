@@ -10,10 +10,8 @@ Each run ends at a goal: the tokens that `least` machines would make in half of 
 Compared with: the best *fixed* fleet, one place and one number for the whole run, chosen afterwards; *cheapest first*,
 which opens each machine where an hour costs least and there is one, and moves nobody; a *clairvoyant* that knows each
 place's speed, price and capacity at each moment, has further machines at the best place alone, and starts and moves
-them at once and for nothing; a *foreseeing* one that knows the future too, and buys its machine-minutes beyond `least`
-when they are cheap; and, with `--bound`, the fewest dollars for which somebody who knows the future, but pays starts,
-makes the policy's tokens in its hours (`fleet_bound`). All keep `least` machines and never more than `usd_per_hour`
-allows.
+them at once and for nothing; and a *foreseeing* one that knows the future too, and buys its machine-minutes beyond `least`
+when they are cheap. All keep `least` machines and never more than `usd_per_hour` allows.
 """
 
 import argparse
@@ -355,7 +353,7 @@ def best_fixed(market: Market, goal: float) -> Outcomes:
 MARKETS = {**TUNED, **OTHERS, **LAST, **PUBLISHED, **FRESH, **FAST, **DRAWN}
 
 
-def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:
+def play(name: str, seed: int, days: float) -> Sample:
     """One market: the figures of the policy and of what it is compared with."""
     logging.disable(logging.CRITICAL)
     ticks = round(days * 86400 / TICK_S)
@@ -372,7 +370,6 @@ def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:
         "of_clairvoyant": ours.tokens_per_usd / ideal.tokens_per_usd,
         "of_foreseeing": ours.tokens_per_usd / foreseen.tokens_per_usd,
         "without_starts": World(market, goal, boot_s=0.0, leave_s=0.0).run().tokens_per_usd / ideal.tokens_per_usd,
-        "of_bound": _fewest_usd(market, ours.tokens, ours.hours) / ours.usd if bound else math.nan,
         "of_fixed": ours.tokens_per_usd / fixed.tokens_per_usd if fixed.reached else math.nan,
         "of_cheapest": ours.tokens_per_usd / cheapest.tokens_per_usd if cheapest.tokens else math.nan,
         "hours": ours.hours,
@@ -389,12 +386,6 @@ def play(name: str, seed: int, days: float, bound: bool = False) -> Sample:
     }
 
 
-def _fewest_usd(market: Market, goal: float, hours: float) -> float:
-    from fleet_bound import fewest_usd  # needs scipy, which nothing else here does
-
-    return fewest_usd(market, goal, hours)
-
-
 def _goal_of(market: Market, ticks: int) -> float:
     """The tokens that `least` machines make in so many ticks where tokens cost least."""
     goal = 0.0
@@ -407,8 +398,7 @@ def _goal_of(market: Market, ticks: int) -> float:
 
 def table(samples: Sequence[Sample]) -> str:
     """A row for each market."""
-    rows, bounded = [], any(math.isfinite(each["of_bound"]) for each in samples)
-    keys = ["without_starts", *["of_bound"] * bounded, "of_foreseeing", "of_fixed", "of_cheapest"]
+    rows, keys = [], ("without_starts", "of_foreseeing", "of_fixed", "of_cheapest")
     for name in MARKETS:
         of: list[Mapping[str, Any]] = [each for each in samples if each["market"] == name]
         if not of:
@@ -430,7 +420,6 @@ def table(samples: Sequence[Sample]) -> str:
         "market",
         "of the clairvoyant (worst)",
         "the same if starts cost nothing",
-        *["of the bound"] * bounded,
         "of the foreseeing",
         "of the best fixed fleet",
         "of cheapest first",
@@ -454,7 +443,6 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=6, help="seeds of each market")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--markets", nargs="*", default=[name for name in MARKETS if name not in DRAWN])
-    parser.add_argument("--bound", action="store_true", help="compare with `fleet_bound` too; needs scipy")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--results", type=Path, help="JSON lines; default runs/bench-fleet.jsonl")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/inside/performance.md")
@@ -463,7 +451,7 @@ def main() -> None:
     results.begin(sources_of(None), vars(given))
     seeds = range(given.first, given.first + given.repetitions)
     with ProcessPoolExecutor(given.processes) as pool:
-        plays = [pool.submit(play, name, seed, given.days, given.bound) for name in given.markets for seed in seeds]
+        plays = [pool.submit(play, name, seed, given.days) for name in given.markets for seed in seeds]
         for each in as_completed(plays):
             results.add(**each.result())
             print(results.samples[-1], flush=True)
