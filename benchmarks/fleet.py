@@ -10,8 +10,8 @@ Each run ends at a goal: the tokens that `least` machines would make in half of 
 Compared with: the best *fixed* fleet, one place and one number for the whole run, chosen afterwards; *cheapest first*,
 which opens each machine where an hour costs least and there is one, and moves nobody; a *clairvoyant* that knows each
 place's speed, price and capacity at each moment, has further machines at the best place alone, and starts and moves
-them at once and for nothing; and a *foreseeing* one that knows the future too, and buys its machine-minutes beyond `least`
-when they are cheap. All keep `least` machines and never more than `usd_per_hour` allows.
+them at once and for nothing; and a *foreseeing* one that knows the future too, and buys its machine-minutes beyond
+`least` when they are cheap. All keep `least` machines and never more than `usd_per_hour` allows.
 """
 
 import argparse
