@@ -17,7 +17,7 @@ from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import judged, shared_claim, that_count, wrong_bases
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Answer, Commit, Halt
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -72,6 +72,7 @@ class RoundCloser:
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
         self._halt_asked = False  # in the last poll
         self._receive_s = 0.0  # what that took for responses
+        self._averaged: list[Contribution] = []  # what the open round's commit averages
         self._in_step = False  # whether the open round could not end before this replica looked for its end
         self._given_up = False
         self._claims_polled_at = attempt.clock.now()
@@ -374,7 +375,8 @@ class RoundCloser:
             lambda: self._received.averaged_by(commit, expected, payloads=dealing is None), until=commit.round - 1
         )
         # If the commit existed before this replica received the contributions, their times are not recorded yet.
-        self._timing.record(manifest for manifest, _ in contributions)
+        self._averaged = [manifest for manifest, _ in contributions]
+        self._timing.record(self._averaged)
         if dealing is None:
             self._claims.note()
             return self._tip.step(entry, contributions, read, keep_average=keep_average)
@@ -404,14 +406,16 @@ class RoundCloser:
         for words in not_finite_words(commit.figures) if commit.figures else ():
             log.warning("round %d: %s", commit.round, words)
         log.info("round %d: committed by %s: %s", commit.round, commit.by, commit.reason)
+        read = {each.replica_id: each for each in (*self._averaged, *self._received.manifests())}
         closed = ClosedRound(
             applied=commit.applied,
             skipped=self._tip.position.round > commit.round,
             healed=self._repair.changed,
             average=average,
             contribution=self._contributor.own,
-            received=self._received.manifests(),
+            received=[read[replica_id] for replica_id in sorted(read)],
         )
+        self._averaged = []
         self._awaited.open_round()
         self._repair.changed = self._in_step = False
         self._contributor.open_round()

@@ -195,6 +195,17 @@ def test_what_strangers_say_of_their_train_times_moves_no_deadline():
     assert all(0.0 < each._closer._timing.usual_s < 1e3 for each in (participants[0], fleet.join(1)))
 
 
+def test_a_replica_that_finds_the_commit_first_has_read_what_it_averages():
+    """A stranger asks for the commit at once; one that always found it never compared its data with others'."""
+    _, participants = fleet_of()
+    for each in participants:
+        answer(each, GOOD, report(share=each._attempt.replica_id, score=1.0))
+    for i in (1, 2):
+        participants[i]._closer._observe(waited=False)  # scores and reports
+    participants[0].close()
+    assert [manifest.replica_id for manifest in participants[3].close().received] == [0, 1, 2, 3, 4]
+
+
 def test_scores_that_are_not_finite_are_harm():
     _, participants = fleet_of()
     for i in LAUNCHED:
