@@ -27,6 +27,7 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.base_repair import BaseRepair
 from diloco_orchestrator.replica.rounds.checks import Checks
 from diloco_orchestrator.replica.rounds.contribute import Contributor
+from diloco_orchestrator.replica.rounds.counted_work import CountedWork
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
 from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
 from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
@@ -61,12 +62,14 @@ class RoundCloser:
         self.work = WorkScores(attempt, tip)
         self._checks = Checks(attempt, tip, self.work)
         self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
+        self._counted = CountedWork(attempt)
         self._received = ReceivedResponses(
             attempt.store,
             attempt.background,
             requests.payloads,
             attempt.authors,
             self._checks.dealt,
+            self._counted,
             attempt.owners,
         )
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -425,6 +428,7 @@ class RoundCloser:
             received=[read[replica_id] for replica_id in sorted(read)],
         )
         self._averaged = []
+        self._counted.note(commit)
         self._awaited.open_round()
         self._repair.changed = self._in_step = False
         self._contributor.open_round()
