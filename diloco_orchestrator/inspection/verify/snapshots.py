@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.shards import fetch_shard
-from diloco_orchestrator.errors import DilocoError, ObjectMissing, SpoolFailed
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, RecordInvalid, SpoolFailed
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
@@ -43,7 +43,9 @@ class SnapshotChecker:
         self._confirmed = ConfirmedSnapshots(log)
         self.rounds = sorted(self._takes)  # with a complete snapshot, when the verification began
         self._checked: set[int] = set()  # rounds whose snapshot agrees
-        self.named: dict[str, set[str]] = {}  # by the folder of a version: files in its record, and the record
+        self.named: dict[
+            str, set[str]
+        ] = {}  # by the folder of a version, unless that is junk: files in its record, and the record
         self._unread: dict[int, UnreadBase | None] = {}  # by round, of snapshots whose files were compared
 
     def base(self, round_: int, digest: str | None, start: Start) -> "Base | UnreadBase | None":
@@ -67,6 +69,7 @@ class SnapshotChecker:
                 base = self._base_in(round_, take, digest, start, others)
             except Differs as differs:
                 failed.append(differs)
+                self.named.pop(keys.snapshot(round_, "", take), None)
                 continue
             if base is not None:
                 self._done.bases.add(round_)
@@ -125,6 +128,7 @@ class SnapshotChecker:
                 for name, info in sorted(record.files.items()):
                     self._compare(keys.snapshot(round_, name, take), Shard(digest=info.digest, size=info.size))
             except Differs as differs:
+                self.named.pop(keys.snapshot(round_, "", take), None)
                 confirmed = take in self._confirmed.takes_of(round_) and not self._deleted_meanwhile(round_, take)
                 if confirmed or not self._is_readable(round_, take):
                     failed.append(differs)
@@ -188,10 +192,12 @@ class SnapshotChecker:
         """
         for round_, takes in list(self._takes.items()):
             if round_ not in digests:
-                if not any(map(partial(self._is_readable, round_), takes)):
-                    continue  # junk, which the inventory lists
-                key = keys.snapshot(round_, keys.SNAPSHOT_RECORD)
-                raise Differs(key, f"is of round {round_}, which left no base")
+                key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, takes[0])
+                differs = Differs(key, f"is of round {round_}, which left no base")
+                if any(map(partial(self._is_readable, round_), takes)):
+                    raise differs
+                self._done.notes.append(_passed_over(differs))
+                continue
             if round_ not in self._checked:
                 try:
                     self.base(round_, digests[round_], start)
@@ -201,9 +207,9 @@ class SnapshotChecker:
                     self._done.notes.append(_passed_over(differs))
 
     def _is_readable(self, round_: int, take: str) -> bool:
-        """Whether the record of a snapshot version can be read."""
-        with suppress(Differs):
-            return self._claimed(round_, take) is not None
+        """Whether the record of a snapshot version can be read and is of this round."""
+        with suppress(RecordInvalid, ObjectMissing):
+            return self._log.snapshot(round_, take).round == round_
         return False
 
     def check_deleted(self, key: str, round_: int) -> None:
