@@ -80,7 +80,9 @@ class PlaceBook:
         self._counted_at = math.inf
         self._paid_usd = 0.0  # for all machines, of late
         self._paid_s: dict[str, float] = {}  # seconds of replicas that trained by place, of late
-        self._by_place: set[Who] = set()  # attempts that ended without having trained
+        # Place and outcome of attempts that ended before they trained, since their replica last did.
+        self._untrained: dict[Who, tuple[str, Outcome]] = {}
+        self._most_untrained = config.retry.max_no_capacity
         self._round = self._moved_round = round_
         self._round_ended = False
         self._heading = ""
@@ -154,7 +156,8 @@ class PlaceBook:
         """Record which attempts train by now, and which ended before they did.
 
         Returns the replicas that may train at another place (executor) however often they failed: those whose newest
-        attempt ended without a heartbeat while another place accepts launches.
+        attempt ended without a heartbeat while another place accepts launches, or has given none of their attempts an
+        error and may have a machine after its rest. The latter is for `retry.max_no_capacity` attempts.
         """
         for view in views:
             state, who = view.state, view.who
@@ -165,25 +168,30 @@ class PlaceBook:
                     self._queued_at[who] = now
             elif isinstance(state, Alive) and who in self._without_beat:
                 place, launched_at = self._without_beat.pop(who)
+                self._untrained = {each: end for each, end in self._untrained.items() if each[0] != who[0]}
                 if place in self._answers:
                     start_s = now - self._queued_at.get(who, launched_at)
                     self._answers[place] = self._answers[place].given(launched_at, start_s)
             elif isinstance(state, Ended) and state.outcome in _REFUSALS:
                 if who in self._without_beat:
-                    self._by_place.add(who)
+                    self._untrained[who] = view.place, state.outcome
                 self._refused(who, state.reason, now)
             else:
                 self._without_beat.pop(who, None)
             if isinstance(state, Alive) and state.beat is not None and view.place in self._answers:
                 self._answers[view.place] = replace(self._answers[view.place], trained_at=now)
-        self._by_place &= {view.who for view in views}
         self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
-        others = {
-            name
-            for name, answers in self._answers.items()
-            if answers.refused_since is None and not self._places.offers(name)
-        }
-        return [view.replica_id for view in views if view.who in self._by_place and others - {view.place}]
+        shut = self._shut(views)
+        places = {name for name in self._answers if name not in shut and not self._places.offers(name)}
+        return [view.replica_id for view in views if view.who in self._untrained and self._others(view, places)]
+
+    def _others(self, view: ReplicaView, places: set[str]) -> set[str]:
+        """Those of `places` that may give a replica a machine now or later, without that of its newest attempt."""
+        ends = [end for (replica_id, _), end in self._untrained.items() if replica_id == view.replica_id]
+        failed = {place for place, outcome in ends if outcome in (Outcome.ERROR, Outcome.PERMANENT)}
+        accepting = {name for name in places if self._answers[name].refused_since is None}
+        waited_for = places - failed if len(ends) <= self._most_untrained else set[str]()
+        return (accepting | waited_for) - {view.place}
 
     def opens(self, views: Sequence[ReplicaView]) -> bool:
         """Whether a place is left at which a vacant id may be opened."""

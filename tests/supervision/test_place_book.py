@@ -165,6 +165,28 @@ def test_a_place_that_can_launch_nothing_costs_no_replica_its_budget_while_anoth
     assert "cheap has no machine (" in town.intents()[-1].placed and str(refusal) in town.intents()[-1].placed
 
 
+def test_a_place_that_can_launch_nothing_costs_no_replica_while_another_one_has_no_machine_for_a_minute():
+    town = Town(max_replicas=None)
+    town.cheap.refusal = NoCapacity("none today")
+    town.dear.refusal = ValueError("no such region")
+    coordinator = town.coordinator()
+    town.run(coordinator, 40)
+    assert coordinator.alive() == [] and len(town.dear.asked) == 2  # both wait for a place that rests
+    town.cheap.refusal = None
+    town.run(coordinator, 60)
+    assert town.alive(coordinator) == {0: "cheap", 1: "cheap"}
+
+
+def test_a_run_ends_where_one_place_can_launch_nothing_and_the_other_never_has_a_machine():
+    town = Town(max_replicas=None, retry={"backoff_s": 0.0, "hung_after_s": 30.0, "max_no_capacity": 3})
+    town.cheap.refusal = NoCapacity("none today")
+    town.dear.refusal = ValueError("no such region")
+    coordinator = town.coordinator()
+    town.run(coordinator, 600)
+    result = coordinator.reader.log.recorded_result(1)
+    assert result is not None and result.status == "failed" and "none today" in result.reason
+
+
 def test_replicas_are_given_up_where_no_place_can_launch_any():
     town = Town(retry={"backoff_s": 0.0, "hung_after_s": 30.0, "max_errors": 0})
     town.cheap.refusal = town.dear.refusal = ValueError("no such region")
