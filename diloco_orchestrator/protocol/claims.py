@@ -49,7 +49,7 @@ def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool)
     in this round; it is then returned if no two manifests agree, so that a commit averages nobody if no manifest names
     `own`.
     """
-    counted = [claim for claim in claims if claim.kind != "abstention"] or list(claims)
+    counted = _counted(claims)
     if not counted:
         return None
     sizes = Counter(claim.digest for claim in counted)
@@ -60,6 +60,23 @@ def shared_claim(claims: Sequence[BaseClaim], own: str, *, own_is_rebuilt: bool)
     if any(claim.digest == own for claim in tied):
         return own
     return min(tied, key=lambda claim: claim.replica_id).digest
+
+
+def _counted(claims: Sequence[BaseClaim]) -> list[BaseClaim]:
+    """Those of `claims` that come with a contribution; all of them if none does."""
+    return [claim for claim in claims if claim.kind != "abstention"] or list(claims)
+
+
+def is_tied(claims: Sequence[BaseClaim], replica_id: int, own: str) -> bool:
+    """Whether a replica's contribution names its base, and as many name another base as name that one.
+
+    Who is right in a tie is not known before another replica claims a base. `own`: digest of the replica's base, which
+    differs from that in its manifest if the base was wrong and a rebuild corrected it: such a replica knows.
+    """
+    sizes = Counter(claim.digest for claim in _counted(claims))
+    if not any(claim.replica_id == replica_id and claim.digest == own for claim in _counted(claims)):
+        return False
+    return sizes[own] == max(sizes.values()) and list(sizes.values()).count(sizes[own]) > 1
 
 
 def contradictions(claims: Iterable[BaseClaim], own: str, asked: Collection[str] = ()) -> frozenset[str]:

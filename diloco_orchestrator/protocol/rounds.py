@@ -55,6 +55,7 @@ class View:
     quorum_since: float | None  # when it first saw enough contributions
     deadline: StragglerDeadline | None  # None in the first round of a leg: machines are still starting
     out: Collection[int] = ()  # replicas that are launched no more in this leg, so that no response of theirs comes
+    tie_breakers: Collection[int] = ()  # replicas whose claims would decide a tie of two bases (`claims.is_tied`)
 
 
 class Action(StrEnum):
@@ -92,6 +93,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
       deadline and its grace have passed.
     - With fewer it makes a commit that averages nobody once every replica that still could has responded, or (if the
       quorum is not "all") a quorum has responded and three deadlines have passed.
+    - In a tie of two bases it waits for `round_timeout_s` for the responses that could break the tie.
     - It gives up when neither has happened, it has waited for `round_timeout_s`, and three deadlines have passed (one
       if the quorum is "all").
     - Otherwise it waits.
@@ -106,6 +108,11 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     awaited = tuple(sorted(set(view.roster) - answered - set(out)))
     so_far = f"{len(contributors)} of {len(known)} contributions" + (f", out for good: {_listed(out)}" if out else "")
     deadline_s = _deadline_s(view, policy)
+    if breakers := tuple(sorted(set(view.tie_breakers).intersection(missing))):
+        left = view.waiting_since + policy.round_timeout_s - now
+        if left > 0:
+            reason = f"waiting: as many claim another base, missing {_listed(breakers)}; {left:.0f} s left"
+            return Decision(Action.WAIT, reason, missing=breakers)
     if len(contributors) >= policy.quorum:
         if not awaited:
             return Decision(Action.COMMIT, so_far, contributors)

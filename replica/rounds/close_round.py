@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.errors import Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
-from diloco_orchestrator.protocol.claims import judged, shared_claim, that_count, wrong_bases
+from diloco_orchestrator.protocol.claims import BaseClaim, is_tied, judged, shared_claim, that_count, wrong_bases
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution, Halt
 from diloco_orchestrator.protocol.round_metrics import not_finite_words, round_metrics_of
@@ -27,6 +27,7 @@ from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.base_repair import BaseRepair
 from diloco_orchestrator.replica.rounds.checks import Checks
 from diloco_orchestrator.replica.rounds.contribute import Contributor
+from diloco_orchestrator.replica.rounds.counted_work import CountedWork
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
 from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
 from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
@@ -61,12 +62,14 @@ class RoundCloser:
         self.work = WorkScores(attempt, tip)
         self._checks = Checks(attempt, tip, self.work)
         self._repair = BaseRepair(attempt, tip, claims, self._checks.averages, contributor)
+        self._counted = CountedWork(attempt)
         self._received = ReceivedResponses(
             attempt.store,
             attempt.background,
             requests.payloads,
             attempt.authors,
             self._checks.dealt,
+            self._counted,
             attempt.owners,
         )
         self._halt: Halt | None = None  # the request to halt the leg, as of when a decision was near
@@ -229,9 +232,18 @@ class RoundCloser:
         ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
         pause_s = self._timing.longest_pause_s
         answers = self._checks.counted(answers, self._received, self._expected(), ready=ready, pause_s=pause_s)
-        view = replace(view, answers=answers)
+        view = replace(view, answers=answers, tie_breakers=self._tie_breakers(counted))
         decision = rounds.decide(view, self._attempt.clock.now(), self._timing.policy)
         return decision, shared, answers
+
+    def _tie_breakers(self, claims: Sequence[BaseClaim]) -> set[int]:
+        """Launched replicas that could break a tie of two bases; empty without a tie, or once the leg shall halt."""
+        if not is_tied(claims, self._attempt.replica_id, self._claims.digest):
+            return set()
+        if not self._halt_asked:
+            self._read_halt()
+        config = self._attempt.config
+        return {*config.launched, *self._tip.open.roster}.difference(config.invited) if self._halt is None else set()
 
     def _heal_if_unsure(self) -> bool:
         """Once the round can end, rebuild a doubtful base. Returns whether it tried, also if the payloads for it are
@@ -416,6 +428,7 @@ class RoundCloser:
             received=[read[replica_id] for replica_id in sorted(read)],
         )
         self._averaged = []
+        self._counted.note(commit)
         self._awaited.open_round()
         self._repair.changed = self._in_step = False
         self._contributor.open_round()

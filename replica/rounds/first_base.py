@@ -273,7 +273,7 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
         adapter=own.files.naming.adapter,
         first_files=writing.first_files(),
         path=writing.path if attempt.config.path == "auto" else None,
-        scores_strangers=own.scores_strangers or None,
+        scores_strangers=2 if own.scores_strangers else None,
         heldout_by="launched" if attempt.config.invited and own.heldout else None,
     )
 

@@ -26,6 +26,7 @@ from diloco_orchestrator.protocol.record_format import LONGEST_REASON, MOST_NORM
 from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.round_metrics import check_repeatable
 from diloco_orchestrator.protocol.weights import weight_of
+from diloco_orchestrator.replica.rounds.counted_work import CountedWork
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_optional, read_record
@@ -101,6 +102,7 @@ class ReceivedResponses:
     Args:
         cache: verified bytes of payload shards; this replica's own are put there when they are published.
         dealing: returns the payload shards to download, from the manifests.
+        counted: refuses work that counts already.
         owners: the ranks of this replica, each of which downloads the shards that it owns; `cache` is each one's.
     """
 
@@ -111,6 +113,7 @@ class ReceivedResponses:
         cache: RecentPayloads,
         authors: Authors,
         dealing: Dealing,
+        counted: CountedWork,
         owners: Owners = ALONE,
     ) -> None:
         self.shard = ReadVerified(store, cache)
@@ -121,6 +124,7 @@ class ReceivedResponses:
         self._cache = cache
         self._authors = authors
         self._dealing = dealing
+        self._counted = counted
         self._received: dict[int, ReceivedContribution] = {}
         self._read_as: dict[Name, str] = {}  # shards of others that were read: why they are not used, or ""
         self._sent: bytes | None = None  # this replica's manifest, while it was not read back
@@ -172,7 +176,7 @@ class ReceivedResponses:
         before are fetched together with the payloads. This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
-        read = [each for each in in_parallel(self._background, calls) if each is not None]
+        read = [self._once(each) for each in in_parallel(self._background, calls) if each is not None]
         readable = [(each.manifest, each.answer.kind) for each in read if each.manifest is not None]
         checking = self._background.start(lambda: self._authors.why_not_each([manifest for manifest, _ in readable]))
         damaged = self._damaged([manifest for manifest, kind in readable if kind == "delta"], expected)
@@ -282,6 +286,16 @@ class ReceivedResponses:
         if manifest.kind == "delta" and (why := _breaks_its_promise(manifest, expected)):
             return "unverifiable", why
         return manifest.kind, ""
+
+    def _once(self, received: ReceivedContribution) -> ReceivedContribution:
+        """A response as it is, or as unverifiable if it says work that counts already, or of later rounds."""
+        manifest, answer = received.manifest, received.answer
+        if manifest is None or answer.kind != "delta" or not (why := self._counted.why_not(manifest)):
+            return received
+        log.warning("round %d: replica %d is not averaged: %s", manifest.round, answer.replica_id, why)
+        return replace(
+            received, answer=answer.model_copy(update={"kind": "unverifiable", "reason": why[:LONGEST_REASON]})
+        )
 
     def _damaged(self, manifests: Sequence[Contribution], expected: ExpectedContribution) -> dict[int, str]:
         """Errors of payloads with a shard that is not as its manifest declares, by replica id; empty if there is none.

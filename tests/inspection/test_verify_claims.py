@@ -7,6 +7,7 @@ from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Origin, Result
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -83,17 +84,23 @@ def test_a_result_from_before_the_first_commit_that_nobody_asked_for_is_found():
     assert found(fleet.store)[0] == keys.result(1)
 
 
-def test_inner_steps_that_count_twice_are_found():
-    """A replica carries work that was averaged in time; every digest is right."""
+@pytest.mark.parametrize(("round_", "words"), [(1, "of round 1 again, after round 1"), (3, "in a later round, 3")])
+def test_inner_steps_that_count_twice_are_found(round_, words):
+    """A replica commits its own work as one that was averaged in time; every digest is right."""
     fleet = Fleet(replicas=2, rounds=9)
     zero, one = fleet.join_all()
     play([zero, one], [1.0, 1.0])
     said = answer(one, 2.0)
-    twice = said.model_copy(update={"origins": (Origin(round=1, steps=30), *said.origins)})
-    fleet.store.put(keys.contribution(2, 1), twice.to_bytes())
     answer(zero, 1.0)
     zero.close()
-    assert found(fleet.store) == (keys.commit(2), "counts replica 1's work of round 1 again, after round 1")
+    twice = said.model_copy(update={"origins": (Origin(round=round_, steps=30), *said.origins)})
+    fleet.store.put(keys.contribution(2, 1), twice.to_bytes())
+    commit = fleet.commits()[-1]
+    named = {"origins": twice.origins, "manifest_sha256": sha256_hex(twice.to_bytes())}
+    answers = (commit.answers[0], commit.answers[1].model_copy(update=named))
+    fleet.store.put(keys.commit(2), commit.model_copy(update={"answers": answers}).to_bytes())
+    key, why = found(fleet.store)
+    assert key == keys.commit(2) and words in why
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,24 @@ def test_the_claim_that_most_share_is_the_one_that_a_commit_names(words, own, re
 
 
 @pytest.mark.parametrize(
+    ("words", "own", "tied"),
+    [
+        ("A B", "A", True),  # own: the base of replica 0
+        ("A B", "B", False),  # a rebuild corrected it: replica 1 is right
+        ("A A B B", "A", True),
+        ("A A B", "A", False),
+        ("A B B", "A", False),
+        ("A B C", "A", True),
+        ("A Ba", "A", False),  # abstentions do not vote …
+        ("Aa B C", "A", False),  # … and who abstains decides by its own base
+        ("A", "A", False),
+    ],
+)
+def test_a_tie_is_open_for_those_whose_contributions_are_in_it(words, own, tied):
+    assert claims.is_tied(said(words), 0, own) is tied
+
+
+@pytest.mark.parametrize(
     ("words", "own", "asked", "against"),
     [
         ("A A A", "A", "", ""),

@@ -128,6 +128,29 @@ def test_nobody_waits_for_replicas_that_are_out(seen, waited_s, action, named, w
     assert words in decision.reason and not set(decision.missing) & set(seen.out)
 
 
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "action", "named"),
+    [
+        # A tie waits for replica 4, with and without a quorum of contributions, but not when it is out or responds …
+        (view(*map(answer, range(3)), roster=(0, 1, 2), tie_breakers=range(5)), 99, Action.WAIT, ()),
+        (view(answer(0), answer(1, "wrong_base"), roster=(0, 1), tie_breakers=range(5)), 99, Action.WAIT, ()),
+        (
+            view(*map(answer, range(3)), roster=(0, 1, 2), tie_breakers=range(5), out=(3, 4)),
+            0,
+            Action.COMMIT,
+            (0, 1, 2),
+        ),
+        (view(*map(answer, range(3)), roster=(0, 1, 2), tie_breakers=range(3)), 0, Action.COMMIT, (0, 1, 2)),
+        # … and not for longer than for a quorum.
+        (view(*map(answer, range(3)), roster=(0, 1, 2), tie_breakers=range(5)), 100, Action.COMMIT, (0, 1, 2)),
+    ],
+)
+def test_a_tie_of_bases_waits_for_the_replicas_that_could_break_it(seen, waited_s, action, named):
+    decision = decide(seen, waited_s, ELASTIC)
+    assert (decision.action, decision.named) == (action, named)
+    assert action is Action.COMMIT or ("missing" in decision.reason and 4 in decision.missing)
+
+
 def test_a_round_is_ready_without_the_replicas_that_are_out():
     assert rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3, 4)), 1000.0, ELASTIC)
     assert not rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3,)), 1000.0, ELASTIC)

@@ -6,6 +6,7 @@ from protocol_fleet import Fleet, answer
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.protocol import keys
+from replica.rounds.counted_work import CountedWork
 from replica.rounds.received import ExpectedContribution, PayloadShard, ReceivedResponses, everything
 
 
@@ -20,7 +21,7 @@ def test_what_is_not_dealt_is_neither_verified_nor_held(dealing, kinds):
     manifests = [answer(each, 1.0) for each in participants]
     fleet.engine.put(keys.payload(1, 2, 1, 0), b"other bytes")
     payloads, attempt = RecentPayloads(), participants[0]._attempt
-    received = ReceivedResponses(fleet.store, NoBackground(), payloads, attempt.authors, dealing)
+    received = ReceivedResponses(fleet.store, NoBackground(), payloads, attempt.authors, dealing, CountedWork(attempt))
     expected = ExpectedContribution(
         round=1, leg=1, fragment=0, numel=12, shard_numel=fleet.config.shard_numel, config=fleet.config
     )
@@ -33,7 +34,8 @@ def test_an_own_manifest_that_the_store_damaged_is_noticed_before_a_commit_names
     fleet = Fleet(replicas=2)
     zero, _ = fleet.join_all()
     manifest, attempt = answer(zero, 1.0), zero._attempt
-    received = ReceivedResponses(fleet.store, NoBackground(), RecentPayloads(), attempt.authors, everything)
+    authors, counted = attempt.authors, CountedWork(attempt)
+    received = ReceivedResponses(fleet.store, NoBackground(), RecentPayloads(), authors, everything, counted)
     expected = ExpectedContribution(
         round=1, leg=1, fragment=0, numel=12, shard_numel=fleet.config.shard_numel, config=fleet.config
     )
