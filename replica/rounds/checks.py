@@ -92,10 +92,10 @@ class Checks:
 
     def of_strangers(self) -> StrangersWork | None:
         """The reports on strangers' contributions that the commit names; None in a run that scores none of them."""
-        if not self._tip.scores_strangers:
+        if not self._tip.strangers_rules:
             return None
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
-        return StrangersWork(self._attempt.config.invited, named)
+        return StrangersWork(self._attempt.config.invited, named, self._tip.strangers_rules)
 
     # -- telling and hearing -------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class HeldTip:
         self._attempt = attempt
         self._adapters = start.record.adapters if start else ()
         self._scatters = scatters(attempt.config, start.record) if start else False
-        self.scores_strangers = bool(start and start.record.scores_strangers)  # before their work is averaged
+        self.strangers_rules = start.record.strangers_rules if start else 0
         self.unheard = start.record.unheard(attempt.config.invited) if start else frozenset()  # by the guard
         self.borrowed = False  # whether the base holds averages that others made, since it was rebuilt
         self.value = tip

@@ -62,7 +62,7 @@ class WorkScores:
     @property
     def is_due(self) -> bool:
         """Whether strangers' contributions to the open round are scored before they are averaged."""
-        return self._tip.scores_strangers and not self._tip.open.final_evaluation
+        return self._tip.strangers_rules > 0 and not self._tip.open.final_evaluation
 
     def of(self, manifests: Mapping[int, Contribution], read: outer_step.ReadShard) -> tuple[WorkScore, ...]:
         """Scores of the strangers' contributions that were not scored yet, in replica order; reads their payloads.
