@@ -68,6 +68,25 @@ class RunLog(LegRecords):
 
     # -- commits -------------------------------------------------------------------------------------------------
 
+    def start(self) -> Entry[Start] | None:
+        """The start record, which describes the first base, that most replicas adopted; final once over half did.
+
+        While none of those who vote has adopted one, the one that the first commit was made from; without that and
+        without votes start.json. None if it is missing too.
+        """
+        return self.starts.chosen() or self.start_of_commits()
+
+    def start_of_commits(self) -> Entry[Start] | None:
+        """The start record that the first commit names, if a launched replica has adopted it; None before a commit.
+
+        From then on it is the run's, whatever those say who come later: replicas beyond those that the run began with
+        may be the first to train. Anybody may have put an object at that key: that nobody launched has adopted what it
+        names shows it. Costs a GET, where a launched replica has adopted any.
+        """
+        followed = self.starts.followed
+        first = self.commit(1) if followed else None
+        return self.starts.entry(first.written.previous) if first and first.written.previous in followed else None
+
     def commit(self, round_: int) -> CommitEntry | None:
         """The commit of a round, or None while the round is open. Neither its content nor its link is checked."""
         known = self._commit_entries.get(round_)

@@ -20,6 +20,7 @@ _SAMPLES = 60  # in that time: each asks the system about all processes
 _BUSY_SHARE = 0.02  # of a core: more than heartbeats and polling of a store take
 _BUSY_BYTES = 16 << 20  # moved: a download over a slow line, or a read of a slow disk, takes hardly any CPU time
 _PHASES = ("starting", "training", "scoring")  # in which code of the user's runs
+_PACKAGE = __name__.partition(".")[0]
 PHASES_OF_RANK_0 = _PHASES[1:]  # in ctx.attach it waits for ranks that still compute
 
 
@@ -94,6 +95,9 @@ class StuckWatch:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether the thread waits in this package's code, or in what it called of Python's own library."""
-    names = (str(each.f_globals.get("__name__")).partition(".")[0] for each, _ in traceback.walk_stack(frame))
-    return next((name for name in names if name not in sys.stdlib_module_names), "") == __name__.partition(".")[0]
+    """Whether the thread waits in this package's code, in what it called of Python's own library, or in its store,
+    through whatever library that is.
+    """
+    names = [str(each.f_globals.get("__name__")).split(".") for each, _ in traceback.walk_stack(frame)]
+    innermost = next((first for first, *_ in names if first not in sys.stdlib_module_names), "")
+    return innermost == _PACKAGE or any(name[:2] == [_PACKAGE, "store"] for name in names)

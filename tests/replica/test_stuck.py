@@ -6,9 +6,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from diloco_orchestrator.clock import ManualClock, ThreadBackground
 from diloco_orchestrator.config import make_config
@@ -17,6 +19,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, StuckWatch
 from diloco_orchestrator.replica.process.work import Work
+from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 
 STAMP = Stamp("replica", lambda: 0.0)
 HALF_AN_HOUR = 60  # samples, thirty seconds apart
@@ -120,6 +123,20 @@ def test_a_wait_of_this_package_has_limits_of_its_own(waiting):
         ThreadBackground().every(0.0, opened.wait)()
 
     assert waiting(call_us).after(2 * HALF_AN_HOUR) is None
+
+
+def test_a_wait_for_the_run_s_store_is_one_whatever_library_it_is_in(waiting):
+    """A store that takes heartbeats, and does not answer a listing: fsspec gives each call a quarter of an hour."""
+
+    def read(opened: threading.Event) -> None:
+        class Silent(MemoryFileSystem):
+            def find(self, *_: Any, **__: Any) -> dict[str, Any]:
+                opened.wait()
+                return {}
+
+        list(FsspecEngine(Silent(), "run", "fsspec+memory://run").list("contributions/"))
+
+    assert waiting(read).after(2 * HALF_AN_HOUR) is None
 
 
 def test_an_hour_in_which_the_machine_slept_counts_as_a_minute_and_a_half(waiting):
