@@ -31,8 +31,6 @@ _AGAIN = 0.1  # cosine by which a stranger's contributions may resemble each oth
 _AGAIN_ALONE = 0.08  # likewise, where nobody has compared them with contributions of others
 _PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
 _FADING = 0.8  # weight of a round over that of the next one, in the mean of how much less a stranger is like others
-    0.8  # by which a round counts less than the next one in the average of how much less a stranger is like others
-)
 _AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
 
