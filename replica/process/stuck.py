@@ -11,7 +11,7 @@ import psutil
 from diloco_orchestrator.clock import Clock
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
-from diloco_orchestrator.replica.process.work import Work
+from diloco_orchestrator.replica.process.work import Work, WorkMeter
 
 STUCK = "TrainingStuck"  # the error's name in exit record and traceback
 
@@ -38,13 +38,13 @@ class StuckWatch:
         config: RunConfig,
         clock: Clock,
         thread: int,
-        work: Callable[[], Work] = Work.of_this_process,
+        work: Callable[[], Work] | None = None,
         phases: Sequence[str] = _PHASES,
     ) -> None:
         self._pulse = pulse
         self._clock = clock
         self._thread = thread
-        self._work = work
+        self._work = work or WorkMeter()
         self._phases = phases
         self._limit_s = _TIMES_HUNG * config.retry.hung_after_s
         self._every_s = self._limit_s / _SAMPLES
@@ -78,7 +78,7 @@ class StuckWatch:
         self._still_s += passed_s
         # The CPU time of a child that has ended is missing in the sum, which is then less than it was.
         busy = not 0 <= work.cpu_s - self._began.cpu_s <= _BUSY_SHARE * self._still_s
-        # A connection that was closed is missing too: stores close idle ones at any time.
+        # So are the bytes that it has moved.
         if doing != self._seen or busy or abs(work.moved - self._began.moved) > _BUSY_BYTES:
             self._seen, self._began, self._still_s = doing, work, 0.0
         if self._still_s < self._limit_s:

@@ -18,7 +18,7 @@ from diloco_orchestrator.protocol.attempt_records import Exit, fault_in
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, StuckWatch
-from diloco_orchestrator.replica.process.work import Work
+from diloco_orchestrator.replica.process.work import Work, WorkMeter
 from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 
 STAMP = Stamp("replica", lambda: 0.0)
@@ -109,13 +109,13 @@ def test_heartbeats_and_polling_are_no_work(waiting):
     assert replica.after(HALF_AN_HOUR + 1, beat)
 
 
-def test_connections_to_the_store_that_come_and_go_are_no_work(waiting):
+def test_a_child_that_ends_takes_what_it_has_moved_along_which_is_no_work(waiting):
     replica = waiting()
 
-    def close(number: int) -> None:
+    def end(number: int) -> None:
         replica.work = Work(0.0, 20_000_000 - 300 * number)
 
-    assert replica.after(HALF_AN_HOUR + 2, close)
+    assert replica.after(HALF_AN_HOUR + 2, end)
 
 
 def test_a_wait_of_this_package_has_limits_of_its_own(waiting):
@@ -155,19 +155,40 @@ def test_work_that_cannot_be_read_is_no_proof(waiting):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count bytes of a connection")
-def test_bytes_that_came_over_a_connection_are_work():
-    """They are not written anywhere where a library downloads into memory."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as ours,
-        server.accept()[0] as theirs,
-    ):
-        before = Work.of_this_process().moved
-        theirs.sendall(bytes(50_000))
-        theirs.close()
-        while ours.recv(1 << 16):
-            pass
-        assert Work.of_this_process().moved - before >= 50_000
+def test_bytes_that_came_over_connections_are_work_also_once_these_are_closed():
+    """They are not written anywhere where a library downloads into memory, by a connection for each request."""
+    meter = WorkMeter()
+    before = meter().moved
+    for _ in range(3):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as ours,
+            server.accept()[0] as theirs,
+        ):
+            theirs.sendall(bytes(50_000))
+            theirs.close()
+            while ours.recv(1 << 16):
+                pass
+            meter()
+    assert meter().moved - before >= 149_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count bytes of a process")
+def test_bytes_that_another_thread_reads_without_a_disk_are_work():
+    """As from a bucket that is mounted; what the sampling thread reads are the system's files about processes."""
+
+    def read() -> None:
+        with Path("/dev/zero").open("rb", buffering=0) as zeros:
+            zeros.read(10**6)
+
+    meter = WorkMeter()
+    before = meter().moved
+    read()
+    assert meter().moved - before < 500_000
+    other = threading.Thread(target=read)
+    other.start()
+    other.join()
+    assert meter().moved - before >= 990_000
 
 
 def test_rank_0_may_wait_for_other_ranks_before_it_trains(waiting):
@@ -197,10 +218,11 @@ def test_shared_memory_of_an_attempt_that_is_ended_is_freed():
 def test_the_work_of_a_descendant_counts():
     code = "import sys; sum(range(5 * 10**6)); open('/dev/null', 'w').write('x' * 10**6); print(flush=True); input()"
     child = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
-    before = Work.of_this_process()
+    meter = WorkMeter()
+    before = meter()
     with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        after = Work.of_this_process()
+        after = meter()
         process.communicate(b"\n")
     assert after.cpu_s > before.cpu_s + 0.02
     if sys.platform == "linux":
