@@ -11,13 +11,15 @@ from typing import Any
 import psutil
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from protocol_fleet import Fleet
 
 from diloco_orchestrator.clock import ManualClock, ThreadBackground
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, fault_in
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
-from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, StuckWatch
+from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, STUCK, StuckWatch, stuck_before
 from diloco_orchestrator.replica.process.work import Work, WorkMeter
 from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 
@@ -72,6 +74,36 @@ def test_half_an_hour_without_a_step_cpu_time_or_a_byte_ends_in_a_traceback_of_t
     assert "in waits_for_ever" in error and "opened.wait()" in error and "TrainingStuck: no step for 1800 s" in error
     ended = Exit(**STAMP(), replica_id=0, attempt=1, code=1, reason="TrainingStuck", round=2, error=error)
     assert fault_in(ended) == ""  # a server that never answered may answer the next attempt
+
+
+def test_before_its_first_step_an_attempt_has_twice_as_long_for_each_that_ended_so_before_it(waiting):
+    replica = waiting()
+    replica.watch._stuck_before, replica.pulse.inner_step, replica.watch._stepped = lambda: 2, 0, False
+    assert replica.after(4 * HALF_AN_HOUR - 1) is None and "no step for 7200 s" in replica.after(2)
+
+
+def test_an_attempt_that_takes_steps_has_half_an_hour_whatever_those_before_it_had(waiting):
+    replica = waiting()
+    replica.watch._stuck_before = lambda: 2
+    assert replica.after(HALF_AN_HOUR) is not None
+
+
+def test_steps_that_wait_for_long_and_go_on_make_a_longer_limit(waiting):
+    replica = waiting()
+    assert replica.after(50) is None
+    replica.pulse.inner_step += 1
+    assert replica.after(101) is None and "no step for 3060 s" in replica.after(2)
+
+
+@pytest.mark.parametrize(("reasons", "count"), [(["stuck", "stuck"], 2), (["stuck", "other"], 0), (["stuck"] * 5, 3)])
+def test_attempts_that_were_stuck_are_counted_from_the_newest_until_one_that_was_not(reasons, count):
+    fleet = Fleet(replicas=1)
+    attempt = fleet.join(0, len(reasons) + 1)._attempt
+    for number, reason in enumerate(reasons, 1):
+        said = {"code": 1, "round": 0, "reason": f"rank 0 of 2: {STUCK}" if reason == "stuck" else "ValueError"}
+        record = Exit(**STAMP(), replica_id=0, attempt=number, **said)
+        fleet.store.create(keys.exit_record(0, number), record.to_bytes())
+    assert stuck_before(attempt) == count
 
 
 def step(replica: Replica, number: int) -> None:
