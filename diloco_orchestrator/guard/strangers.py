@@ -30,7 +30,7 @@ _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
 _AGAIN = 0.1  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
 _AGAIN_ALONE = 0.08  # likewise, where nobody has compared them with contributions of others
 _PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
-_NEWEST = 0.2  # part that the newest round has in a stranger's average of how much less it is like others
+_FADING = 0.8  # weight of a round over that of the next one, in the mean of how much less a stranger is like others
 _AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
 
@@ -97,7 +97,9 @@ def fold_strangers(
         if 2 * len(said_again) > len(scorers):
             less_like = unlike_others(said_again)
             if less_like is not None and work.rules > 1:
-                less_like = unlike[name] = (1.0 - _NEWEST) * unlike.get(name, 0.0) + _NEWEST * less_like
+                total, weight = unlike.get(name, (0.0, 0.0))
+                total, weight = unlike[name] = [_FADING * total + less_like, _FADING * weight + 1.0]
+                less_like = total / weight
             _add(again, name, repetition_of(said_again, less_like), _AGAIN_LIMIT, repeats)
         why = ""
         if name in repeats:

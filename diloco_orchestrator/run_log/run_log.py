@@ -1,8 +1,12 @@
 """`RunLog`: reads and caches the immutable records of one run (run, start, legs, commits) and checks the hash chain.
 
-Each commit is checked against the log before it (`run_log.commit_readings`). Long histories are read through segments,
-objects that hold many commits (`run_log.segments`). `run_log.append` writes records; `run_log.attempts` and
-`run_log.contributions` read those of attempts and contributions.
+Each commit is checked against the log before it (`run_log.commit_readings`); one that contradicts it is void: it
+averages nobody. Whether its verdict follows from the round's manifests is checked too by replicas, who act on it. Other
+readers take it as written, which costs no request, until a record contradicts the log: a wrong verdict may be the
+reason, or make a later commit look wrong that is right. From then on they check every verdict (`RunLog.doubt`).
+
+Long histories are read through segments, objects that hold many commits (`run_log.segments`). `run_log.append` writes
+records; `run_log.attempts` and `run_log.contributions` read those of attempts and contributions.
 """
 
 import logging

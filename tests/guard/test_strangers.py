@@ -246,8 +246,9 @@ def in_rounds(series: tuple[Sequence[float], Sequence[float]], rules: int) -> tu
 
 def test_chance_in_how_much_contributions_are_alike_leaves_nobody_out():
     states, out = in_rounds(HONEST, rules=2)
-    assert not any(out) and max(each["again"].get("3", 0.0) for each in states) < 4.5
-    assert [round(each["unlike"]["3"], 4) for each in states[:3]] == [-0.026, -0.0028, -0.0002]
+    assert not any(out) and max(each["again"].get("3", 0.0) for each in states) < 5.0
+    averages = [total / weight for total, weight in (each["unlike"]["3"] for each in states[:3])]
+    assert averages == pytest.approx([-0.13, (0.09 - 0.8 * 0.13) / 1.8, (0.01 + 0.8 * 0.09 - 0.64 * 0.13) / 2.44])
     assert any(in_rounds(DRIFTS, rules=2)[1]), "a constant direction, half as large as honest work"
 
 

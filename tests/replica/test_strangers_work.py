@@ -428,5 +428,6 @@ def test_contributions_are_compared_with_the_last_ones_of_their_authors_and_of_l
     turned = {1}  # the launched replica that sends the opposite of what all have sent
     own = {i: -1.0 if i in turned else 1.0 for i in LAUNCHED}
     assert found == {(i, s): (1.0, own[i], like, own[i]) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}
-    assert commit.guard is not None and commit.guard["strangers"]["unlike"] == {"3": 0.0, "4": pytest.approx(0.4)}  # type: ignore[call-overload, index]
+    guard: Any = commit.guard
+    assert guard["strangers"]["unlike"] == {"3": [0.0, 1.0], "4": pytest.approx([2.0, 1.0])}
     assert_right(fleet, participants)
