@@ -25,9 +25,9 @@ class WorkMeter:
     """Measures the work of this process and its living descendants, each time that it is called, by one thread.
 
     Bytes moved are those written, those read, those read from a disk (also by a memory map), and those that came over
-    TCP connections that the process itself has open: what is downloaded into memory is not written. Of a connection
-    that opens and closes between two calls nothing is seen. What the calling thread reads does not count: that are the
-    system's files about all processes. Bytes are 0 where they are not counted: macOS, gVisor.
+    TCP connections that the process itself has open: what is downloaded into memory is not written. A connection that
+    opens and closes between two calls is not seen. What the calling thread reads does not count: it reads the system's
+    files about all processes. Bytes are 0 where they are not counted: macOS, gVisor.
     """
 
     def __init__(self) -> None:
