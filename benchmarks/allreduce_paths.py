@@ -4,8 +4,8 @@
     make bench-allreduce OPTIONS="--ranks 4 8 16 --codecs fp32 int4"
 
 Requests and MB of objects for each rank in the mean, in one all-reduce of a vector of 4 MiB of fp32. Beside them stands
-what `bytes_down` foretells, from which `path="auto"` predicts times. Exits with 1 where the count is off by more than
-1 %.
+what `tests/support/foretold_bytes.py` foretells from the rules of dealing. Exits with 1 where the count is off by more
+than 1 %.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from fast_s3 import FastS3, running_fast_s3
+from foretold_bytes import bytes_down
 
 from diloco_orchestrator import ObjectStoreAllReduce
-from diloco_orchestrator.allreduce.dealing import bytes_down, shard_numel_for
+from diloco_orchestrator.allreduce.dealing import shard_numel_for
 from diloco_orchestrator.allreduce.shards import shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL
 from diloco_orchestrator.codecs.table import CODECS

@@ -25,13 +25,13 @@ def text(kind: str) -> Corpus:
     if kind == "both":
         parts = [text(each) for each in KINDS]
         training, heldout = (_in_turn([getattr(p, name) for p in parts]) for name in ("training", "heldout"))
-        return Corpus(kind, training, heldout)
+        return Corpus(training, heldout)
     rng = random.Random(_SEED + KINDS.index(kind))
     vocabulary = _Vocabulary(rng)
     line = {"sentences": _sentence, "program": _statement}[kind]
     files = [_file(rng, vocabulary, line) for _ in range(FILES)]
     training = tuple(each for number, each in enumerate(files) if number % HELD_OUT)
-    return Corpus(kind, training, tuple(files[::HELD_OUT]))
+    return Corpus(training, tuple(files[::HELD_OUT]))
 
 
 def _in_turn(parts: Sequence[Sequence[bytes]]) -> tuple[bytes, ...]:

@@ -5,7 +5,6 @@ Needs no torch. `allreduce.scatter_reduce` computes the averages.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -121,24 +120,6 @@ def dealing_of(round_: int, config: RunConfig, among: Iterable[int]) -> Dealing 
     return dealing if len(dealing.among) >= max(_FEWEST_DEALERS, config.replicas // 2 + 1) else None
 
 
-def bytes_down(lengths: Sequence[int], codec: str, world_size: int) -> tuple[int, int]:
-    """Bytes of payloads and averages that all ranks together read: (by gather, by scatter-reduce), with headers.
-
-    `lengths`: elements of each shard. The number for scatter-reduce assumes that nobody fails, and that all shards are
-    as long as the first one.
-    """
-    sizes = [get_codec(codec).encoded_size(length) for length in lengths]
-    reduced = [reduced_size(length, average_codec_of(codec)) for length in lengths]
-    pairs = [dealers(0, index, world_size) for index in range(len(lengths))]
-    dealt = Counter(rank for pair in pairs for rank in pair)
-    # Ranks that deal not every shard, and of these in the mean those that draw one.
-    draws = sum(dealt[rank] < len(lengths) for rank in range(world_size)) * draw_chance(len(lengths), world_size)
-    of_payloads = sum(size * len(pair) for size, pair in zip(sizes, pairs, strict=True)) + draws * max(sizes, default=0)
-    made = sum(size * len(pair) for size, pair in zip(reduced, pairs, strict=True)) + draws * max(reduced, default=0)
-    scattered = (world_size - 1) * of_payloads + world_size * sum(reduced) - made
-    return world_size * (world_size - 1) * sum(sizes), round(scattered)
-
-
 def reduced_size(numel: int, codec: str | None) -> int:
     """Bytes of an averaged shard of `numel` elements. `codec`: of averages; None: they are in fp32."""
     return get_codec(codec or EXACT).encoded_size(numel)
@@ -147,9 +128,8 @@ def reduced_size(numel: int, codec: str | None) -> int:
 def bytes_down_of_round(payload_bytes: float, lengths: Sequence[int], codec: str | None, replicas: int) -> int:
     """Bytes of payloads and averaged shards that all replicas together read in a round by scatter-reduce of a run.
 
-    The number is a mean over rounds in which nobody fails or is late. A run reads more than `bytes_down`, because a
-    third replica reads the shards whose author is one of the two that average them, and every replica averages one more
-    shard.
+    The number is a mean over rounds in which nobody fails or is late. A third replica reads the shards whose author is
+    one of the two that average them, and every replica averages one more shard.
 
     Args:
         payload_bytes: of all payloads of the round.

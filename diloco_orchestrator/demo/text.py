@@ -22,7 +22,6 @@ _MINIMUM = 200_000  # bytes; less is too little for a held-out set and several r
 class Corpus:
     """The contents of the training files and of the held-out files, both in the order of their hashes."""
 
-    source: str  # the folder they come from
     training: tuple[bytes, ...]
     heldout: tuple[bytes, ...]
 
@@ -54,7 +53,7 @@ def load_corpus(folder: str | None = None) -> Corpus:
             f"{root} holds {sum(map(len, ordered))} bytes of text in {len(ordered)} files; the demo needs {_MINIMUM} "
             "bytes in at least two. Choose a larger folder, or leave --text out to use Python's own source."
         )
-    return Corpus(str(root), tuple(training), tuple(heldout))
+    return Corpus(tuple(training), tuple(heldout))
 
 
 def _read_files(root: Path, pattern: str) -> dict[str, bytes]:

@@ -20,7 +20,6 @@ from diloco_orchestrator.guard.registry import first_state, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports
 from diloco_orchestrator.guard.shares import deal
 from diloco_orchestrator.guard.strangers import StrangersWork, fold_strangers
-from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Commit, Contribution, Discounted, Quarantine, Score, VaultScore
 from diloco_orchestrator.protocol.round_metrics import EXTRA_PREFIX
@@ -108,7 +107,7 @@ def fold_of_commit(
     roster: Sequence[int],
     config: RunConfig,
     outer_step: int,
-    checks: Sequence[Checked] | None = None,
+    work: StrangersWork | None = None,
     unheard: Collection[int] = (),
 ) -> FoldResult | None:
     """The guard's state and verdict after the round of `commit`, from its manifests; None without a held-out set.
@@ -119,7 +118,7 @@ def fold_of_commit(
         roster: the replicas that the round waited for.
         config: of the leg (start or resume to stop).
         outer_step: outer steps in the base before the round.
-        checks: the check records that it names; None in a run that does not score strangers' contributions.
+        work: what it names of strangers' contributions; None in a run that does not score them.
         unheard: replicas whose scores and metrics do not count.
     """
     contributing = [answer.replica_id for answer in commit.answers if answer.kind in ("delta", "scores")]
@@ -134,7 +133,7 @@ def fold_of_commit(
         [manifests[replica_id] for replica_id in valid if replica_id in manifests],
         [manifests[replica_id] for replica_id in named if replica_id in manifests],
         is_rebuildable(config, outer_step),
-        None if checks is None else StrangersWork(config.invited, checks),
+        work,
         unheard,
     )
 

@@ -30,6 +30,7 @@ _MOST_EVIDENCE = 3.0  # of one round, so that three rounds or more decide
 _AGAIN = 0.1  # cosine by which a stranger's contributions may resemble each other more than a launched replica's do
 _AGAIN_ALONE = 0.08  # likewise, where nobody has compared them with contributions of others
 _PER_COSINE = 10.0  # evidence of a round for each unit of a cosine above that
+_FADING = 0.8  # weight of a round over that of the next one, in the mean of how much less a stranger is like others
 _AGAIN_LIMIT = 6.0  # evidence, added up over rounds, from which a stranger repeats itself
 
 
@@ -39,6 +40,7 @@ class StrangersWork:
 
     invited: Collection[int]
     checks: Sequence[Checked]  # those that the round's commit names, in its order
+    rules: int  # version of the rules about them (`Start.strangers_rules`)
 
 
 def why_never_scored(config: RunConfig) -> str:
@@ -74,9 +76,8 @@ def fold_strangers(
         dealt: replica id -> the held-out shares assigned to it in the round.
         named: manifests of the contributions, in replica order.
     """
-    sums, evidence = ({**(state or {}).get(name, {})} for name in ("sums", "dealt"))
-    again, repeats = dict((state or {}).get("again", {})), set((state or {}).get("repeats", ()))
-    out, untrained = (set((state or {}).get(name, ())) for name in ("out", "untrained"))
+    sums, evidence, again, unlike = ({**(state or {}).get(name, {})} for name in ("sums", "dealt", "again", "unlike"))
+    out, untrained, repeats = (set((state or {}).get(name, ())) for name in ("out", "untrained", "repeats"))
     scorers = [replica_id for replica_id in dealt if replica_id not in work.invited]
     left_out = []
     for manifest in named:
@@ -94,7 +95,12 @@ def fold_strangers(
             _add(evidence, name, evidence_of(dealt_scores), DEALT_LIMIT, untrained)
         said_again = [each for each in scores if each.again is not None and each.again_own is not None]
         if 2 * len(said_again) > len(scorers):
-            _add(again, name, repetition_of(said_again), _AGAIN_LIMIT, repeats)
+            less_like = unlike_others(said_again)
+            if less_like is not None and work.rules > 1:
+                total, weight = unlike.get(name, (0.0, 0.0))
+                total, weight = unlike[name] = [_FADING * total + less_like, _FADING * weight + 1.0]
+                less_like = total / weight
+            _add(again, name, repetition_of(said_again, less_like), _AGAIN_LIMIT, repeats)
         why = ""
         if name in repeats:
             why = (
@@ -118,10 +124,23 @@ def fold_strangers(
         after |= {"dealt": {name: value for name, value in evidence.items() if value}, "untrained": sorted(untrained)}
     if again:  # absent in runs that began before contributions were compared with earlier ones
         after |= {"again": {name: value for name, value in again.items() if value}, "repeats": sorted(repeats)}
+    if unlike:  # absent in runs by the first version of the rules
+        after |= {"unlike": unlike}
     return after, tuple(left_out)
 
 
-def repetition_of(scores: Sequence[WorkScore]) -> float:
+def unlike_others(scores: Sequence[WorkScore]) -> float | None:
+    """By how much a contribution is less like the scorers' last ones than these are like each other, in a round.
+
+    None where half of the scorers or fewer have compared them.
+    """
+    found = [
+        each.like_other - each.like_own for each in scores if each.like_other is not None and each.like_own is not None
+    ]
+    return median(found) if 2 * len(found) > len(scores) else None
+
+
+def repetition_of(scores: Sequence[WorkScore], unlike: float | None) -> float:
     """The evidence of one round that a stranger repeats itself: from -3 to 3.
 
     By how much its contribution is more like its last one than the scorers' own are like theirs, and less like the
@@ -129,15 +148,15 @@ def repetition_of(scores: Sequence[WorkScore]) -> float:
     direction in all of somebody's work shows in the first, and against others in the second, because they pull the
     model back; a payload sent again shows too. Noise of training is new in each round, and what all replicas still have
     to learn is in the scorers' own as well. To be more like others than usual excuses nothing.
+
+    `unlike`: what `unlike_others` returns, since the second version of the rules averaged over rounds: of one round,
+    where chance takes it as often below zero as above, what is above would add up.
     """
-    own = [each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None]
-    others = [
-        each.like_other - each.like_own for each in scores if each.like_other is not None and each.like_own is not None
-    ]
-    excess, allowed = median(own), _AGAIN_ALONE
-    if 2 * len(others) > len(scores):
-        excess, allowed = excess + max(median(others), 0.0), _AGAIN
-    return max(min(_PER_COSINE * (excess - allowed), _MOST_EVIDENCE), -_MOST_EVIDENCE)
+    excess = median(
+        each.again - each.again_own for each in scores if each.again is not None and each.again_own is not None
+    )
+    more = excess - _AGAIN_ALONE if unlike is None else excess + max(unlike, 0.0) - _AGAIN
+    return max(min(_PER_COSINE * more, _MOST_EVIDENCE), -_MOST_EVIDENCE)
 
 
 def _add(sums: dict[str, float], name: str, value: float, limit: float, out: set[str]) -> None:

@@ -10,6 +10,7 @@ from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatu
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
+_BAR = 20  # characters
 _FIRED, _ASKED = "the guard fired: ", "halt requested: "
 
 # Explanations of a verdict, by words in its reason: meaning, and what to check. The first match counts.
@@ -124,19 +125,18 @@ class Explanation:
         ]
 
 
-def statistic_lines(statistics: Sequence[Statistic], width: int = 20) -> list[str]:
+def statistic_lines(statistics: Sequence[Statistic]) -> list[str]:
     """A line of text for each statistic of the guard: name, bar up to the threshold, value and threshold."""
     longest = max((len(each.name) for each in statistics), default=0)
     return [
-        f"{each.name:<{longest}}  {bar_of(each.share, width)}  {each.value:.3g} of {each.threshold:g}"
-        for each in statistics
+        f"{each.name:<{longest}}  {_bar_of(each.share)}  {each.value:.3g} of {each.threshold:g}" for each in statistics
     ]
 
 
-def bar_of(share: float, width: int) -> str:
-    """A bar of `width` characters, filled in proportion to `share`, whole at 1."""
-    full = min(round(share * width), width)
-    return "█" * full + "·" * (width - full)
+def _bar_of(share: float) -> str:
+    """A bar of 20 characters, filled in proportion to `share`, whole at 1."""
+    full = min(round(share * _BAR), _BAR)
+    return "█" * full + "·" * (_BAR - full)
 
 
 def explain(status: RunStatus, best: int | None = None, now: float | None = None) -> Explanation:

@@ -31,7 +31,7 @@ from diloco_orchestrator.supervision.launch_request import (
     LaunchRequests,
     archive_for,
     extras_for,
-    offers_to_machines,
+    offers_without_keys,
 )
 from diloco_orchestrator.supervision.place_book import first_launches, unpaid_words
 from diloco_orchestrator.supervision.placing import Open
@@ -164,7 +164,7 @@ def _is_signed(url: str, executor: ServerlessExecutor, config: RunConfig) -> boo
     It is in a bucket where no machine joins that has no key, and wherever people with a link run replicas.
     """
     is_bucket = "://" in url and not url.startswith("file://")
-    return bool(config.invited) or (is_bucket and not offers_to_machines(executor, config, without_keys=True))
+    return bool(config.invited) or (is_bucket and not offers_without_keys(executor, config))
 
 
 def _check_heldout(config: RunConfig, items: int) -> None:

@@ -113,8 +113,9 @@ def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quo
     """Whether a commit shows that the replica with base digest `own` computes wrong bits even from a fresh rebuild.
 
     True if the replica rebuilt its base for this round, the commit lists its response and names another base, and
-    either the averaged manifests outnumber those that claim `own`, or all their authors had rebuilt their bases too, or
-    the commit averages nobody for lack of `quorum` contributions. `claims`: all base claims of the round.
+    either the averaged manifests outnumber those that claim `own`, or nobody claims a third base and all authors of
+    averaged manifests had rebuilt their bases too, or there are none for lack of `quorum` contributions. Who claims a
+    third base may claim `own` after a rebuild. `claims`: all base claims of the round.
     """
     if commit.base_digest is None or own.digest == commit.base_digest or own.kind == "abstention":
         return False
@@ -124,7 +125,10 @@ def is_outvoted(own: BaseClaim, commit: Commit, claims: Iterable[BaseClaim], quo
     contributing = {a.replica_id for a in commit.answers if a.kind in ("delta", "scores")}
     named = [claim for claim in everybody if claim.replica_id in contributing and len(contributing) >= quorum]
     group = sum(claim.digest == own.digest for claim in everybody)
-    return len(named) > group or all(claim.is_fresh(commit.round) for claim in named)
+    if len(named) > group:
+        return True
+    others = {claim.digest for claim in everybody} - {own.digest, commit.base_digest}
+    return not others and all(claim.is_fresh(commit.round) for claim in named)
 
 
 def wrong_bases(commits: Iterable[Commit], replica_id: int) -> int:

@@ -86,13 +86,19 @@ class Start(Record):
     # snapshot. None: of a run that began before records had them.
     first_files: dict[FileName, FileInfo] | None = None
     path: Literal["gather", "scatter_reduce"] | None = None  # which one path="auto" takes; None for other settings
-    scores_strangers: Literal[True] | None = None  # whether replicas score strangers' work before it is averaged
+    # By which version of the rules replicas score strangers' work before it is averaged. True: the first; None: not.
+    scores_strangers: Literal[True, 2] | None = None
     # Whose scores and training metrics the guard counts: of replicas that are no strangers'. None: everybody's.
     heldout_by: Literal["launched"] | None = None
 
     def unheard(self, invited: Collection[int]) -> frozenset[int]:
         """Ids of the replicas whose scores and metrics the guard does not count. `invited`: ids of strangers'."""
         return frozenset(invited) if self.heldout_by else frozenset()
+
+    @property
+    def strangers_rules(self) -> int:
+        """Version of the rules by which replicas score strangers' work before it is averaged; 0: it is not scored."""
+        return int(self.scores_strangers or 0)
 
     @property
     def synced_fragments(self) -> tuple[tuple[str, ...], ...]:

@@ -27,7 +27,7 @@ class LegRules:
     config: RunConfig  # of the leg
     fragments: int  # that rounds synchronise in turn
     scatters: bool = False  # whether rounds are by scatter-reduce
-    scores_strangers: bool = False  # whether strangers' contributions are scored before they are averaged
+    strangers_rules: int = 0  # of the start record
     unheard: frozenset[int] = frozenset()  # replicas whose scores and metrics the guard does not count
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from diloco_orchestrator.allreduce.dealing import average_codec_of, dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
+from diloco_orchestrator.guard.strangers import StrangersWork
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
@@ -170,7 +171,7 @@ class Conclusions:
                 config,
                 max(1, fragments),
                 scatters(config, start),
-                start.scores_strangers is True,
+                start.strangers_rules,
                 start.unheard(config.invited),
             )
         return self._rules[begin.sha256]
@@ -188,7 +189,10 @@ class Conclusions:
         self._last = entry.sha256, found
         known = self._heldout, before.roster, rules.config, before.position.outer_step
         why = why_answers_differ(commit, found)
-        scored = [self._check(commit, each, checks) for each in commit.checks or ()] if rules.scores_strangers else None
+        scored = None
+        if rules.strangers_rules:
+            named = [self._check(commit, each, checks) for each in commit.checks or ()]
+            scored = StrangersWork(rules.config.invited, named, rules.strangers_rules)
         if not why:
             folded = fields_of(fold_of_commit(commit, before.guard, found, *known, scored, rules.unheard), before.guard)
             wrong = [name for name, value in folded.items() if getattr(commit, name) != value]

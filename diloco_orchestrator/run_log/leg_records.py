@@ -81,7 +81,9 @@ class LegRecords:
             self.store = store = of_run(store)
         self.run_sha256: str = run.sha256
         self.configs = LegConfigs(self.run.config, self.begin)
-        self.starts = Starts(store, self.run.config.launched, self.run_sha256, self.run.config.first_base)
+        config = self.run.config
+        later = set(range(config.most_replicas)) - config.launched - set(config.invited)
+        self.starts = Starts(store, config.launched, self.run_sha256, config.first_base, later)
 
     def unsigned(self) -> list[str]:
         """The objects that this process has met and that do not exist for a signed run: "name: why"; at most 1,000.

@@ -1,8 +1,12 @@
 """`RunLog`: reads and caches the immutable records of one run (run, start, legs, commits) and checks the hash chain.
 
-Each commit is checked against the log before it (`run_log.commit_readings`). Long histories are read through segments,
-objects that hold many commits (`run_log.segments`). `run_log.append` writes records; `run_log.attempts` and
-`run_log.contributions` read those of attempts and contributions.
+Each commit is checked against the log before it (`run_log.commit_readings`); one that contradicts it is void: it
+averages nobody. Whether its verdict follows from the round's manifests is checked too by replicas, who act on it. Other
+readers take it as written, which costs no request, until a record contradicts the log: a wrong verdict may be the
+reason, or make a later commit look wrong that is right. From then on they check every verdict (`RunLog.doubt`).
+
+Long histories are read through segments, objects that hold many commits (`run_log.segments`). `run_log.append` writes
+records; `run_log.attempts` and `run_log.contributions` read those of attempts and contributions.
 """
 
 import logging
@@ -67,6 +71,25 @@ class RunLog(LegRecords):
         self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
+
+    def start(self) -> Entry[Start] | None:
+        """The start record, which describes the first base, that most replicas adopted; final once over half did.
+
+        While none of those who vote has adopted one, the one that the first commit was made from; without that and
+        without votes start.json. None if it is missing too.
+        """
+        return self.starts.chosen() or self.start_of_commits()
+
+    def start_of_commits(self) -> Entry[Start] | None:
+        """The start record that the first commit names, if a launched replica has adopted it; None before a commit.
+
+        From then on it is the run's, whatever those say who come later: replicas beyond those that the run began with
+        may be the first to train. Anybody may have put an object at that key: that nobody launched has adopted what it
+        names shows it. Costs a GET, where a launched replica has adopted any.
+        """
+        followed = self.starts.followed
+        first = self.commit(1) if followed else None
+        return self.starts.entry(first.written.previous) if first and first.written.previous in followed else None
 
     def commit(self, round_: int) -> CommitEntry | None:
         """The commit of a round, or None while the round is open. Neither its content nor its link is checked."""

@@ -24,22 +24,29 @@ R = TypeVar("R", bound=Record)
 class Starts:
     """The start records of the run whose run.json has the sha256 `run_sha256`, and the votes of `voters` on them.
 
-    Votes of other replicas do not count: of those that came later, which adopt what the first ones chose, and of
-    strangers, who may be more than the launched replicas and one person's. If the run has a `first_base`, only start
+    Votes of other replicas do not count: of those that came later (`later`), which adopt what the first ones chose, and
+    of strangers, who may be more than the launched replicas and one person's. If the run has a `first_base`, only start
     records with that base digest, and votes for those, count.
     """
 
     def __init__(
-        self, store: Store, voters: Collection[int], run_sha256: Sha256, first_base: BulkDigest | None = None
+        self,
+        store: Store,
+        voters: Collection[int],
+        run_sha256: Sha256,
+        first_base: BulkDigest | None = None,
+        later: Collection[int] = (),
     ) -> None:
         self._store = store
         self._voters = voters
+        self._later = later
         self._run_sha256 = run_sha256
         self._first_base = first_base
         self._seen: set[str] = set()  # keys that were read, of whatever was there
         self._starts: dict[str, Entry[Start]] = {}  # by key
         self._began: dict[int, Began] = {}  # of each replica's newest attempt
         self._follows: dict[int, Follows] = {}
+        self._later_follows: dict[int, Follows] = {}
         self._chosen: Entry[Start] | None = None  # once it cannot change any more, or this process follows it
         self._is_settled = False  # whether more than half follow what this process follows
         self._take: str | None = None  # of snapshot 0, as this process has read or written it
@@ -117,6 +124,11 @@ class Starts:
         return self._that_count(self._follows)
 
     @property
+    def followed(self) -> set[Sha256]:
+        """The digests of the start records that any launched replica has adopted, also one that came later."""
+        return {each.start_sha256 for each in (*self._follows.values(), *self._later_follows.values())}
+
+    @property
     def offered(self) -> list[Entry[Start]]:
         """The distinct start records of this run in the bucket, start.json first."""
         found: dict[Sha256, Entry[Start]] = {}
@@ -147,13 +159,14 @@ class Starts:
         for key in sorted(there):
             if (attempt := keys.began.parse(key)) is not None and attempt[0] in self._voters:
                 newest[attempt[0]] = max(newest.get(attempt[0], (0, "")), (attempt[1], key))
-            follower = keys.follows.parse(key)
-            if follower and follower[0] in self._voters and (follows := self._read(Follows, key)):
-                self._follows[follower[0]] = follows.record
+            who = keys.follows.parse(key)
+            if who and who[0] in (*self._voters, *self._later) and (follows := self._read(Follows, key)):
+                (self._follows if who[0] in self._voters else self._later_follows)[who[0]] = follows.record
         for replica_id, (_, key) in newest.items():
             if began := self._read(Began, key):
                 self._began[replica_id] = began.record
         named = {each.key for each in self._began.values()} | {each.key for each in self._follows.values()}
+        named |= {each.key for each in self._later_follows.values()}
         self._read_starts([keys.START, *filter(keys.is_start, sorted(named & there))])
 
     def _that_count(self, said: Mapping[int, Began | Follows]) -> dict[int, Sha256]:

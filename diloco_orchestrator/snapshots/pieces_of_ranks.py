@@ -1,4 +1,11 @@
-"""`PiecesOfRanks`: frozen tensors of which each rank of a replica holds a piece, sent to one rank part by part."""
+"""`PiecesOfRanks`: tensors of which each rank of a replica holds a piece, sent to one rank part by part.
+
+No file of a replica of several ranks is whole in one of them. This file moves numbers between ranks; `file_of_ranks`
+makes files of snapshots of them, `state_file` writes a saved state, and `stored_state` reads one. In all four rank 0 is
+asked, and has every rank run the same function at the same time (`Owners.each`). There each tensor is sent by the rank
+that holds it and received by the one that reads it (`moved`): both have to come to it in the same order, and the other
+ranks pass it by.
+"""
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +104,10 @@ class InRanks:
 def moved(
     owners: Owners, holder: int, reader: int, numel: int, dtype: torch.dtype, read: Callable[[], torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield in the rank `reader` the `numel` numbers that `read` returns in the rank `holder`; elsewhere nothing."""
+    """In the rank `reader`: yield the `numel` numbers that `read` returns in the rank `holder`; elsewhere nothing.
+
+    Every rank iterates to the end, at the same place among its calls.
+    """
     if owners.rank == holder:
         values = read().to(dtype)
         if holder == reader:

@@ -1,6 +1,7 @@
 """`StateFile`: a replica's saved state as one safetensors file, which the ranks of the replica write in pieces.
 
-A rank holds the pieces that it is writing and its own tensors, never the whole file. `snapshots.saved_state` has the
+Piece i of the file, one object in the bucket, is written by rank i modulo their number. A rank holds the pieces that it
+is writing and its own tensors, never the whole file (`snapshots.pieces_of_ranks`). `snapshots.saved_state` has the
 objects in the bucket, `snapshots.stored_state` reads them in ranks.
 """
 

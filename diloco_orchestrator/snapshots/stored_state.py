@@ -1,6 +1,8 @@
 """`StoredState`: a saved state that was read from the bucket, of which each rank of a replica has some pieces.
 
-They are freed as tensors are taken from them, so that a rank needs memory for its part of the state once.
+Piece i is read by rank i modulo their number, whoever has written it. There is a `StoredTensor` for each tensor: rank 0
+takes it whole, or each rank reads the elements that are in its own pieces (`owned`). Pieces are freed as tensors are
+taken from them, so that a rank needs memory for its part of the state once.
 """
 
 import bisect

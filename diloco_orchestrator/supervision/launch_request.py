@@ -127,7 +127,7 @@ class LaunchRequests:
             for request in requests:
                 executor.plan(request)
             executor.check_machine()
-        if self.operator is not None and offers_to_machines(executor, config, without_keys=True):
+        if self.operator is not None and offers_without_keys(executor, config):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
                 "--me` prints there, JoinExecutor(machines=[…]), or launch it with signed=False (--unsigned)."
@@ -229,16 +229,14 @@ class LaunchRequests:
         return self.run.code_sha256
 
 
-def offers_to_machines(executor: ServerlessExecutor, config: RunConfig, without_keys: bool = False) -> bool:
-    """Whether the executor offers a replica of the run to machines that join.
+def offers_without_keys(executor: ServerlessExecutor, config: RunConfig) -> bool:
+    """Whether the executor offers a replica of the run to machines that join, and gives them no keys of a signed run.
 
-    `without_keys`: count only offers to machines that get no keys of a signed run; those of people with a link get
-    some.
+    Machines of people with a link to a replica (`config.invited`) get keys.
     """
-    ids = [each for each in range(config.most_replicas) if not (without_keys and each in config.invited)]
-    requests = [LaunchRequest("run", each, 1, []) for each in ids]
+    requests = [LaunchRequest("run", each, 1, []) for each in range(config.most_replicas) if each not in config.invited]
     parts = [executor.part(each) for each in at_each_place(executor, requests)]
-    return any(each.free_until_taken and not (without_keys and each.offers_keys) for each in parts)
+    return any(each.free_until_taken and not each.offers_keys for each in parts)
 
 
 def at_each_place(executor: ServerlessExecutor, requests: Sequence[LaunchRequest]) -> list[LaunchRequest]:

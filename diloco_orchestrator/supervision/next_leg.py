@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
 from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
 from diloco_orchestrator.guard.registry import rule_of
+from diloco_orchestrator.guard.strangers import why_never_scored
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import bases, check_base
@@ -69,6 +70,8 @@ def begin_next_leg(
     if start is None:
         raise NoSuchRun(f"no replica of {url} ever brought a model: start a new run instead.")
     config = _config(run_log, begins[-1], change or {}, override_guard, guard or {})
+    if start.record.strangers_rules and (unscored := why_never_scored(config)):
+        raise ConfigError(f"strangers' contributions to {url} are scored before they are averaged, but {unscored}.")
     known = bases(commits, begins)
     if from_round is None:
         halted = last is not None and last.leg == leg and last.halted_by_guard

@@ -22,12 +22,8 @@ from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Answer, Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.false_averages import FalseAverages
-from diloco_orchestrator.replica.rounds.received import (
-    ExpectedContribution,
-    PayloadShard,
-    ReceivedResponses,
-    everything,
-)
+from diloco_orchestrator.replica.rounds.payload_shards import PayloadShard, all_shards
+from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
 from diloco_orchestrator.replica.rounds.tip import HeldTip
 from diloco_orchestrator.replica.rounds.work_scores import WorkScores
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -71,7 +67,7 @@ class Checks:
         dealing, me = self._tip.dealing, self._attempt.replica_id
         return [
             shard
-            for shard in everything(manifests)
+            for shard in all_shards(manifests)
             if dealing is None or me in dealing.readers(shard.manifest.replica_id, shard.index)
         ]
 
@@ -96,10 +92,10 @@ class Checks:
 
     def of_strangers(self) -> StrangersWork | None:
         """The reports on strangers' contributions that the commit names; None in a run that scores none of them."""
-        if not self._tip.scores_strangers:
+        if not self._tip.strangers_rules:
             return None
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
-        return StrangersWork(self._attempt.config.invited, named)
+        return StrangersWork(self._attempt.config.invited, named, self._tip.strangers_rules)
 
     # -- telling and hearing -------------------------------------------------------------------------------------
 
@@ -140,7 +136,7 @@ class Checks:
         for sha256, manifest in sorted(received.by_digest().items(), key=lambda each: each[1].replica_id):
             if manifest.replica_id == attempt.replica_id or self._tip.dealing is None:
                 continue
-            told = {each.index: received.why_not(each) for each in everything([manifest])}
+            told = {each.index: received.why_not(each) for each in all_shards([manifest])}
             read = {
                 index: why for index, why in told.items() if why is not None and (sha256, index) not in self._reported
             }
@@ -248,7 +244,7 @@ class Checks:
         shards = [
             shard
             for each in others
-            for shard in everything([manifests[each.manifest_sha256]])
+            for shard in all_shards([manifests[each.manifest_sha256]])
             if (status := self._status(each, shard, received)) == "disputed" or (late and status == "open")
         ]
         if shards:
@@ -313,7 +309,7 @@ class Checks:
         self, answer: Answer, manifests: Mapping[str, Contribution], received: ReceivedResponses, late: bool
     ) -> str:
         """Status of a contribution: "bad" or "open" if one of its shards is, else "good". Open: not verified yet."""
-        shards = everything([manifests[answer.manifest_sha256]])
+        shards = all_shards([manifests[answer.manifest_sha256]])
         if answer.replica_id != self._attempt.replica_id:
             found = {self._status(answer, shard, received) for shard in shards}
         else:

@@ -21,7 +21,7 @@ from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.record_format import MOST_NORM
-from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Residual, Shard
+from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Shard
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
 from diloco_orchestrator.replica.rounds.contribution_history import ContributionHistory
@@ -163,18 +163,8 @@ class Contributor:
         self.own = manifest
         return manifest
 
-    def _manifest(
-        self,
-        kind: str,
-        fields: ContributionFields,
-        payload: Payload | None = None,
-        state: Shard | None = None,
-        buffers: Shard | None = None,
-        reason: str = "",
-        origins: tuple[Origin, ...] = (),
-        dropped: tuple[Origin, ...] = (),
-        residual: Residual | None = None,
-    ) -> Contribution:
+    def _manifest(self, kind: str, fields: ContributionFields, **contents: Any) -> Contribution:
+        """A manifest of the open round. `contents`: its fields that name objects or earlier work, and its reason."""
         attempt, opened = self._attempt, self._tip.open
         if kind == "delta" and fields.steps and attempt.config.weights == "tokens" and fields.tokens < 1:
             raise ConfigError(
@@ -189,18 +179,11 @@ class Contributor:
             attempt=attempt.number,
             claim_sha256=attempt.claim_sha256,
             kind=kind,  # type: ignore[arg-type]
-            reason=reason,
             base_digest=self._claims.hash(),
             snapshot_round=self._tip.value.snapshot_round,
             rebuilt_after=self._claims.rebuilt_after,
             fragment=opened.fragment,
-            payload=payload,
-            state=state,
-            buffers=buffers,
             tokens=fields.tokens if kind == "delta" else 0,
-            origins=origins,
-            dropped=dropped,
-            residual=residual,
             in_loop=fields.in_loop,
             scores=fields.scores,
             local_scores=fields.local_scores if kind == "delta" else (),
@@ -211,6 +194,7 @@ class Contributor:
             progress=fields.progress,
             train_s=self._timing.train_s,
             ranks=ranks if (ranks := attempt.owners.ranks) > 1 else None,
+            **contents,
         )
 
     # -- after a round -------------------------------------------------------------------------------------------
@@ -229,7 +213,7 @@ class Contributor:
         """Forget the contribution of the closed round. After the run's stop, drop unaveraged work."""
         self.own = self.created = None
         if self._tip.open.stopped:
-            self._debt.drop_all("the run has stopped")
+            self._debt.drop_all()
 
     def recover(self) -> None:
         """Restore unaveraged work and the train times of the last rounds from the bucket."""

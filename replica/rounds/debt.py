@@ -1,11 +1,13 @@
-"""`Debt`: what one replica adds to its next contribution of a fragment: work that no commit averaged, and residuals.
+"""`Debt`: what one replica adds to its next contribution of a fragment, so that no work and no rounding is lost.
 
-The former is called the carry, and is weighted by its staleness. A residual is what a codec of very few bits lost of a
-contribution, times the codec's feedback (error feedback, arXiv 1901.09847). Together they are one vector: the next
-payload is encode(pseudo-gradient + debt). So a payload contains the debt from before it, and the debt of a fragment is
-exactly the payload of the replica's newest contribution to it, if no commit averages that, and the residual of that
-contribution. A restarted attempt finds the former in the bucket, the latter if a state was saved with the contribution,
-and nothing counts twice. A residual lapses with its work: where that is dropped, it is dropped too.
+It has two parts, each from the newest contribution of this replica to the fragment:
+
+    carry       the payload, if no commit averaged it, times a weight that falls with its staleness
+    residual    what a codec of very few bits lost of it, times the codec's feedback (error feedback, arXiv 1901.09847)
+
+The next payload is encode(pseudo-gradient + carry + residual). It contains the debt from before it, so the newest
+contribution is enough and nothing counts twice. A restarted attempt finds the carry in the bucket, and the residual if
+a state was saved with the contribution. Where work is dropped, its residual is dropped too.
 """
 
 import logging
@@ -28,7 +30,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Payload, Residual
 from diloco_orchestrator.protocol.rounds import carry_weight
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.received import PayloadShard, everything
+from diloco_orchestrator.replica.rounds.payload_shards import PayloadShard, all_shards
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.store.base import Store
 
@@ -145,10 +147,10 @@ class Debt:
         newest = {each.write_id for each in self._newest.values()}
         self._residuals = {name: each for name, each in self._residuals.items() if name in newest}
 
-    def drop_all(self, why: str) -> None:
-        """Discard all unaveraged work because the run has stopped and can never average it. `why`: for the log."""
+    def drop_all(self) -> None:
+        """Discard all unaveraged work: the run has stopped and can never average it."""
         for manifest in self._carried.values():
-            log.warning("%d inner steps of round %d are dropped: %s", _steps(manifest), manifest.round, why)
+            log.warning("%d inner steps of round %d are dropped: the run has stopped", _steps(manifest), manifest.round)
         self._carried.clear()
 
     # -- paid ----------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def _fetched(owners: Owners, store: Store, background: Background, carried: Cont
     def read(shard: PayloadShard) -> None:
         found.put(shard.index, reader.shard(shard.manifest, shard.index))
 
-    own = [each for each in everything([carried]) if owners.owns(carried.fragment, each.index)]
+    own = [each for each in all_shards([carried]) if owners.owns(carried.fragment, each.index)]
     in_parallel(background, [partial(read, shard) for shard in own], _SHARDS_AT_ONCE)
     return found
 

@@ -128,6 +128,10 @@ class _Agreement:
 
     def _decide(self, waited: bool) -> StartDecision:
         starts = self._starts
+        if starts.followed - {self._own}:
+            begun = self._attempt.log.start_of_commits()
+            if begun is not None and begun.sha256 not in self._useless:
+                return StartDecision(begun.sha256, "rounds have been committed from it")
         is_wrong = self._attempt.config.first_base not in (None, self._start.base_digest)
         said = {**starts.began, self._attempt.replica_id: self._own}
         offered = [each.sha256 for each in starts.offered if each.sha256 not in self._useless]
@@ -269,7 +273,7 @@ def _start_of(attempt: Attempt, writing: "_FirstSnapshot", own: OwnModel) -> Sta
         adapter=own.files.naming.adapter,
         first_files=writing.first_files(),
         path=writing.path if attempt.config.path == "auto" else None,
-        scores_strangers=own.scores_strangers or None,
+        scores_strangers=2 if own.scores_strangers else None,
         heldout_by="launched" if attempt.config.invited and own.heldout else None,
     )
 

@@ -39,6 +39,8 @@ from diloco_orchestrator.replica.rounds.tip import HeldTip, OpenRound
 from diloco_orchestrator.replica.rounds.work_scores import DealtMeasure, Measure
 from diloco_orchestrator.snapshots.layout import ModelFiles
 
+log = logging.getLogger(__name__)
+
 
 class Transfer:
     """Runs one round's calls in the background: `contribute` at once, then the call passed to `close`.
@@ -95,9 +97,6 @@ class Transfer:
         return closed
 
 
-log = logging.getLogger(__name__)
-
-
 class Participant:
     """One replica's part in the rounds of a run, one call at a time. Created by `join`.
 
@@ -124,11 +123,7 @@ class Participant:
 
     @classmethod
     @returning_freed_memory()
-    def join(
-        cls,
-        attempt: Attempt,
-        own: OwnModel,
-    ) -> "Participant":
+    def join(cls, attempt: Attempt, own: OwnModel) -> "Participant":
         """Agree on the first base with the other replicas, then rebuild the newest base from the bucket.
 
         `own`: this replica's model. Raises `ModelMismatch` if it differs from the run's, `ConfigError` if the run

@@ -1,7 +1,8 @@
-"""`ReceivedResponses`: the responses to the open round, and their payload shards, downloaded and verified.
+"""`ReceivedResponses`: the replicas' responses to the open round, each with the kind that a commit lists for it.
 
-Every byte is verified before the decision; only verified contributions are averaged. `dealing` assigns the shards,
-`protocol.rounds.decide` decides.
+A response is a manifest. It is a contribution only if the attempt that it names wrote it, for this round, and its
+payload is as it declares; whatever else is there counts as unverifiable. `replica.rounds.payload_shards` reads and
+verifies payloads, `protocol.rounds.decide` decides.
 """
 
 import logging
@@ -14,8 +15,6 @@ from diloco_orchestrator.allreduce.owners import ALONE, Owners, merged
 from diloco_orchestrator.allreduce.payload import check_shape
 from diloco_orchestrator.allreduce.payload_cache import Name
 from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
-from diloco_orchestrator.allreduce.shards import fetch, open_verified
-from diloco_orchestrator.allreduce.threads import one_torch_thread
 from diloco_orchestrator.clock import MOST_PARALLEL, Background, in_parallel
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
@@ -27,41 +26,13 @@ from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.round_metrics import check_repeatable
 from diloco_orchestrator.protocol.weights import weight_of
 from diloco_orchestrator.replica.rounds.counted_work import CountedWork
+from diloco_orchestrator.replica.rounds.payload_shards import PayloadShard, ReadVerified, fetch_own, verify_own
 from diloco_orchestrator.run_log.attempts import Authors
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.reader import read_optional, read_record
 from diloco_orchestrator.store.base import Store
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PayloadShard:
-    """One shard of the payload that a manifest names, by index."""
-
-    manifest: Contribution
-    index: int
-
-    @property
-    def name(self) -> Name:
-        """The shard's name in a cache of payload bytes: (key, digest)."""
-        manifest = self.manifest
-        assert manifest.payload is not None
-        key = keys.payload(manifest.round, manifest.replica_id, manifest.attempt, self.index)
-        return key, manifest.payload.shards[self.index].digest
-
-    def is_of(self, owners: Owners) -> bool:
-        """Whether this process, one rank of a replica, owns the shard."""
-        return owners.owns(self.manifest.fragment, self.index)
-
-
-Dealing = Callable[[Iterable[Contribution]], list[PayloadShard]]
-
-
-def everything(manifests: Iterable[Contribution]) -> list[PayloadShard]:
-    """All payload shards of `manifests`: those that a replica downloads where each reads everything (gather)."""
-    return [PayloadShard(m, index) for m in manifests if m.payload for index in range(len(m.payload.shards))]
-
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +83,7 @@ class ReceivedResponses:
         background: Background,
         cache: RecentPayloads,
         authors: Authors,
-        dealing: Dealing,
+        dealing: Callable[[Iterable[Contribution]], list[PayloadShard]],
         counted: CountedWork,
         owners: Owners = ALONE,
     ) -> None:
@@ -176,7 +147,7 @@ class ReceivedResponses:
         before are fetched together with the payloads. This replica's own payload is not read back.
         """
         calls = [partial(self._read, key, replica_id, expected) for replica_id, key in unread.items()]
-        read = [self._once(each) for each in in_parallel(self._background, calls) if each is not None]
+        read = [self._unless_counted(each) for each in in_parallel(self._background, calls) if each is not None]
         readable = [(each.manifest, each.answer.kind) for each in read if each.manifest is not None]
         checking = self._background.start(lambda: self._authors.why_not_each([manifest for manifest, _ in readable]))
         damaged = self._damaged([manifest for manifest, kind in readable if kind == "delta"], expected)
@@ -227,7 +198,7 @@ class ReceivedResponses:
         answers = [answer for answer in commit.answers if answer.averaged]
         manifests = in_parallel(self._background, [partial(self._named, commit.round, answer) for answer in answers])
         if shards := self._dealing(manifests) if payloads else []:
-            self._each_owner(_fetch_own, shards, expected)
+            self._each_owner(fetch_own, shards, expected)
         return [(manifest, answer.weight) for manifest, answer in zip(manifests, answers, strict=True)]
 
     def _named(self, round_: int, answer: Answer) -> Contribution:
@@ -287,7 +258,7 @@ class ReceivedResponses:
             return "unverifiable", why
         return manifest.kind, ""
 
-    def _once(self, received: ReceivedContribution) -> ReceivedContribution:
+    def _unless_counted(self, received: ReceivedContribution) -> ReceivedContribution:
         """A response as it is, or as unverifiable if it says work that counts already, or of later rounds."""
         manifest, answer = received.manifest, received.answer
         if manifest is None or answer.kind != "delta" or not (why := self._counted.why_not(manifest)):
@@ -329,78 +300,10 @@ class ReceivedResponses:
         """
         if not shards:
             return []
-        found = merged(self._each_owner(_verify_own, shards, expected))
+        found = merged(self._each_owner(verify_own, shards, expected))
         errors = [found[shard.name] for shard in shards]
         self._read_as |= {shard.name: str(error or "") for shard, error in zip(shards, errors, strict=True)}
         return errors
-
-
-@dataclass(frozen=True)
-class ReadVerified:
-    """A function of (manifest, shard index) that returns the verified bytes, from the cache if they are there."""
-
-    store: Store
-    cache: RecentPayloads
-
-    def __call__(self, manifest: Contribution, index: int) -> bytes | memoryview:
-        name = PayloadShard(manifest, index).name
-        return self.cache.get(name) or ContributionReader(self.store).shard(manifest, index)
-
-
-def _fetch_own(
-    owners: Owners,
-    store: Store,
-    background: Background,
-    cache: RecentPayloads,
-    shards: Sequence[PayloadShard],
-    at_once: int,
-) -> None:
-    """Fetch those of the shards that this process owns and has not cached. Raises as `ContributionReader.shard`."""
-
-    @one_torch_thread()
-    def fetched(shard: PayloadShard) -> None:
-        cache.put(shard.name, ContributionReader(store).shard(shard.manifest, shard.index))
-
-    missing = [each for each in shards if each.is_of(owners) and each.name not in cache]
-    in_parallel(background, [partial(fetched, each) for each in missing], at_once)
-
-
-def _verify_own(
-    owners: Owners,
-    store: Store,
-    background: Background,
-    cache: RecentPayloads,
-    shards: Sequence[PayloadShard],
-    at_once: int,
-) -> dict[Name, PayloadCorrupt | None]:
-    """Fetch those of the shards that this process owns, check them and put them in the cache.
-
-    Returns for each the error of its check, None if it is as its manifest declares.
-    """
-    own = [each for each in shards if each.is_of(owners)]
-    found = in_parallel(background, [partial(_verify, store, cache, each) for each in own], at_once)
-    return dict(zip((each.name for each in own), found, strict=True))
-
-
-@one_torch_thread()
-def _verify(store: Store, cache: RecentPayloads, shard: PayloadShard) -> PayloadCorrupt | None:
-    """Fetch a shard, check it and put it in the cache. Returns the error if the check fails.
-
-    A shard that this process published is in the cache and not read back. If the store lost it after confirming the
-    write, the other replicas find out, because they cannot read it.
-    """
-    name, payload, index = shard.name, shard.manifest.payload, shard.index
-    assert payload is not None
-    if name in cache:
-        return None
-    try:
-        if (file := open_verified(store, name[0], payload, index)) is not None:
-            cache.put_file(name, file, payload.shards[index].size)
-        else:
-            cache.put(name, fetch(store, name[0], payload, index, with_norm=True))
-    except PayloadCorrupt as error:
-        return error
-    return None
 
 
 def _why_no_contribution(manifest: Contribution, expected: ExpectedContribution) -> str:

@@ -20,7 +20,7 @@ from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
-from diloco_orchestrator.replica.rounds.received import everything
+from diloco_orchestrator.replica.rounds.payload_shards import all_shards
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.snapshots.rebuild import BaseComparison, FirstBase, Tip, rebuild, rebuild_beside
@@ -194,7 +194,7 @@ def _put_again(store: Store, payloads: RecentPayloads, wanted: Sequence[PayloadK
 def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest: Contribution) -> None:
     """Read back own payload shards that this process holds; upload those again that are damaged or lost."""
     reader = ContributionReader(store)
-    for own in everything([manifest]):
+    for own in all_shards([manifest]):
         while own.is_of(owners):
             try:
                 reader.shard(own.manifest, own.index)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from fast_s3 import running_fast_s3
+from foretold_bytes import bytes_down
 from parts_of_a_mean import part
 from record_examples import EXAMPLES
 
 from diloco_orchestrator import ObjectStoreAllReduce
 from diloco_orchestrator.allreduce.dealing import (
-    bytes_down,
     bytes_down_of_round,
     dealers,
     draw_chance,

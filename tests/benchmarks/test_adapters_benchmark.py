@@ -21,7 +21,7 @@ def adapters(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> ModuleType:
     module = importlib.import_module("adapters")
     words = [bytes([97 + i % 26]) * (1 + i % 5) + b" " for i in range(4000)]
     parts = [b"".join(words[i::9]) for i in range(9)]
-    monkeypatch.setattr(module, "corpus", lambda: Corpus("here", tuple(parts[:8]), tuple(parts[8:])))
+    monkeypatch.setattr(module, "corpus", lambda: Corpus(tuple(parts[:8]), tuple(parts[8:])))
     monkeypatch.setattr(module, "PRETRAINING", 8)
     monkeypatch.setattr(module, "ITEMS", 10)
     monkeypatch.setattr(module, "SETTINGS", [module.Setting("short", 4, 2, 1e-2), module.Setting("one", 2, 1, 1e-2)])

@@ -32,7 +32,7 @@ def repetitive(length: int = 20_000) -> Corpus:
     """Texts that take no reading of the standard library."""
     words = [bytes([97 + i % 26]) * (1 + i % 5) + b" " for i in range(length // 4)]
     parts = [b"".join(words[i::9]) for i in range(9)]
-    return Corpus("here", tuple(parts[:8]), tuple(parts[8:]))
+    return Corpus(tuple(parts[:8]), tuple(parts[8:]))
 
 
 # -- equal to a plain loop --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from cli_support import diloco_here
 from diloco_orchestrator import LocalProcessExecutor, RunReader, attach, open_store
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "kept_runs"
-NAMES = ("voted", "joined", "dealt", "signed")
+NAMES = ("voted", "joined", "dealt", "signed", "scored")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Which contributions of strangers are left out, from the records of those who scored them."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from diloco_orchestrator.guard.strangers import (
     fold_strangers,
     harm_of,
     repetition_of,
+    unlike_others,
     why_never_scored,
 )
 from diloco_orchestrator.protocol.check_records import Checked, DealtScore, WorkScore
@@ -44,10 +46,12 @@ def work_of(replica_id: int, **fields: Any) -> Contribution:
     return Contribution(**STAMP, **who, snapshot_round=0, rebuilt_after=1, **{"payload": PAYLOAD, **fields})  # type: ignore[arg-type]
 
 
-def folded(checks: Sequence[Checked], state: Any = None, dealt: Any = None) -> tuple[dict[str, Any], list[str]]:
+def folded(
+    checks: Sequence[Checked], state: Any = None, dealt: Any = None, rules: int = 2
+) -> tuple[dict[str, Any], list[str]]:
     """The state after a round in which replica 3, a stranger's, contributed, and why it is left out."""
     named = [work_of(0), work_of(3)]
-    after, out = fold_strangers(state, StrangersWork([3], checks), HELDOUT, dealt or DEALT, named)
+    after, out = fold_strangers(state, StrangersWork([3], checks, rules), HELDOUT, dealt or DEALT, named)
     assert {each.replica_id for each in out} <= {3}
     return after, [each.reason for each in out]
 
@@ -199,7 +203,7 @@ def test_who_repeats_itself_more_than_launched_replicas_is_left_out_until_it_doe
 )
 def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence):
     of_one = score(0.0).model_copy(update={"again": again, "again_own": own})
-    assert repetition_of([of_one]) == pytest.approx(evidence)
+    assert repetition_of([of_one], None) == pytest.approx(evidence)
 
 
 @pytest.mark.parametrize(
@@ -215,5 +219,40 @@ def test_repetition_is_beside_what_all_have_still_to_learn(again, own, evidence)
 def test_repetition_is_also_beside_how_much_replicas_are_like_each_other(own, other, evidence):
     alone = score(0.0).model_copy(update={"again": 0.4, "again_own": 0.2})
     of_one = alone.model_copy(update={"like_own": own, "like_other": other})
-    assert repetition_of([of_one]) == pytest.approx(evidence)
-    assert repetition_of([of_one, alone]) == pytest.approx(1.2), "half of the scorers do not say"
+    assert repetition_of([of_one], unlike_others([of_one])) == pytest.approx(evidence)
+    assert unlike_others([of_one, alone]) is None, "half of the scorers do not say"
+
+
+# By how much a stranger's work is more like its last one than the scorers' own, and less like theirs than these are
+# like each other, in eight rounds: of two of eight strangers beside three launched replicas in benchmarks/strangers.py.
+HONEST = [0.28, -0.01, 0.35, -0.02, 0.26, -0.05, 0.23, 0.0], [-0.13, 0.09, 0.01, 0.22, -0.19, 0.2, -0.27, 0.19]
+DRIFTS = [0.02, 0.16, 0.11, 0.12, 0.19, 0.27, 0.16, 0.08], [0.07, 0.05, 0.08, 0.21, 0.1, 0.08, 0.0, 0.12]
+
+
+def in_rounds(series: tuple[Sequence[float], Sequence[float]], rules: int) -> tuple[list[Any], list[bool]]:
+    """The states after the rounds of a series, as a commit gives them to the next one, and whether it is left out."""
+    state: Any = None
+    states, out = [], []
+    for again, unlike in zip(*series, strict=True):
+        said_so = score(-1.0).model_copy(
+            update={"again": again, "again_own": 0.0, "like_other": unlike, "like_own": 0.0}
+        )
+        state, reasons = folded([said(i, said_so) for i in range(3)], state, rules=rules)
+        state = json.loads(json.dumps(state))
+        states.append(state)
+        out.append(bool(reasons))
+    return states, out
+
+
+def test_chance_in_how_much_contributions_are_alike_leaves_nobody_out():
+    states, out = in_rounds(HONEST, rules=2)
+    assert not any(out) and max(each["again"].get("3", 0.0) for each in states) < 5.0
+    averages = [total / weight for total, weight in (each["unlike"]["3"] for each in states[:3])]
+    assert averages == pytest.approx([-0.13, (0.09 - 0.8 * 0.13) / 1.8, (0.01 + 0.8 * 0.09 - 0.64 * 0.13) / 2.44])
+    assert any(in_rounds(DRIFTS, rules=2)[1]), "a constant direction, half as large as honest work"
+
+
+def test_a_run_that_began_with_the_first_rules_about_strangers_keeps_them():
+    states, out = in_rounds(HONEST, rules=1)
+    assert out == [False] * 4 + [True] * 4 and "unlike" not in states[-1]
+    assert [round(each["again"]["3"], 2) for each in states[:3]] == [1.8, 1.6, 4.2]

@@ -127,8 +127,9 @@ def test_a_round_that_left_no_base_is_not_named_as_one_to_go_back_to():
 
 
 def test_a_bar_is_full_at_the_threshold_and_no_longer_beyond():
-    lines = statistic_lines([Statistic("gap", 5.0, 10.0), Statistic("fall", 30.0, 10.0), Statistic("KL", -1.0, 2.0)], 4)
-    assert lines == ["gap   ██··  5 of 10", "fall  ████  30 of 10", "KL    ····  -1 of 2"]
+    lines = statistic_lines([Statistic("gap", 5.0, 10.0), Statistic("fall", 30.0, 10.0), Statistic("KL", -1.0, 2.0)])
+    half, full, empty = "█" * 10 + "·" * 10, "█" * 20, "·" * 20
+    assert lines == [f"gap   {half}  5 of 10", f"fall  {full}  30 of 10", f"KL    {empty}  -1 of 2"]
 
 
 def test_commands_to_copy_are_quoted_for_the_shell():

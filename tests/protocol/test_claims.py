@@ -121,6 +121,9 @@ def commit(*kinds: str, base_digest: str | None = "A", round_: int = 7) -> Commi
         ("A A B B", "delta delta wrong_base wrong_base", {"r2": 6}, False),
         ("A A B B", "delta delta wrong_base wrong_base", {"r2": 6, "r0": 6}, False),
         ("A A B B", "delta delta wrong_base wrong_base", {"r2": 6, "r0": 6, "r1": 5}, True),
+        # Who claims C may have the same bits as replica 2 after a rebuild.
+        ("A C B", "delta wrong_base wrong_base", {"r0": 6, "r2": 6}, False),
+        ("A A B C", "delta delta wrong_base wrong_base", {"r2": 6}, True),
         # Too few claim A for the quorum of two, so that nobody is named.
         ("A Aa B", "delta abstention wrong_base", {"r2": 6}, True),
         # An abstention gives no reason to leave, nor does a manifest that the commit does not answer.

@@ -7,14 +7,15 @@ from diloco_orchestrator.allreduce.recent_payloads import RecentPayloads
 from diloco_orchestrator.clock import NoBackground
 from diloco_orchestrator.protocol import keys
 from replica.rounds.counted_work import CountedWork
-from replica.rounds.received import ExpectedContribution, PayloadShard, ReceivedResponses, everything
+from replica.rounds.payload_shards import PayloadShard, all_shards
+from replica.rounds.received import ExpectedContribution, ReceivedResponses
 
 
 def but_of_two(manifests):
-    return [shard for shard in everything(manifests) if shard.manifest.replica_id != 2]
+    return [shard for shard in all_shards(manifests) if shard.manifest.replica_id != 2]
 
 
-@pytest.mark.parametrize(("dealing", "kinds"), [(everything, "delta delta unverifiable"), (but_of_two, "delta " * 3)])
+@pytest.mark.parametrize(("dealing", "kinds"), [(all_shards, "delta delta unverifiable"), (but_of_two, "delta " * 3)])
 def test_what_is_not_dealt_is_neither_verified_nor_held(dealing, kinds):
     fleet = Fleet(replicas=3)
     participants = fleet.join_all()
@@ -35,7 +36,7 @@ def test_an_own_manifest_that_the_store_damaged_is_noticed_before_a_commit_names
     zero, _ = fleet.join_all()
     manifest, attempt = answer(zero, 1.0), zero._attempt
     authors, counted = attempt.authors, CountedWork(attempt)
-    received = ReceivedResponses(fleet.store, NoBackground(), RecentPayloads(), authors, everything, counted)
+    received = ReceivedResponses(fleet.store, NoBackground(), RecentPayloads(), authors, all_shards, counted)
     expected = ExpectedContribution(
         round=1, leg=1, fragment=0, numel=12, shard_numel=fleet.config.shard_numel, config=fleet.config
     )

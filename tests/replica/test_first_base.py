@@ -9,16 +9,18 @@ from functools import partial
 import pytest
 import torch
 from patience import PATIENCE_S
-from protocol_fleet import Fleet, together
+from protocol_fleet import FAST, Fleet, play, tiny_model, together
 
 from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.errors import ModelMismatch, Preempted
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.start_records import Began
 from diloco_orchestrator.replica.attempt.attempt import claim_attempt
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.layout import ModelFiles
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
@@ -100,6 +102,24 @@ def test_a_late_replica_uploads_nothing():
     way = Counted(fleet.engine)
     join(fleet, way, 1, model(seed=5))
     assert not way.up
+
+
+def test_once_a_round_is_committed_its_base_is_that_of_who_votes_later_with_other_values():
+    fleet = Fleet(replicas=1, max_replicas=2, quorum=1, timing={**FAST, "startup_timeout_s": 1.0})
+    begun = fleet.join(1)
+    play([begun], [0.5])
+    assert fleet.join(0, model=tiny_model(seed=5)).digest == begun.digest
+    begun._attempt.check_superseded()
+    assert [commit.applied for commit in fleet.commits()] == [True]
+
+
+def test_a_run_is_read_while_who_votes_comes_after_a_replica_that_has_trained_alone():
+    fleet = Fleet(replicas=1, max_replicas=2, quorum=1, timing={**FAST, "startup_timeout_s": 1.0})
+    play([fleet.join(1)], [0.5])
+    start = RunLog(fleet.store).start()
+    vote = {"replica_id": 0, "attempt": 1, "start_sha256": "0" * 64, "key": keys.start_take("0" * 16)}
+    fleet.store.create(keys.began(0, 1), Began(**Stamp("late", lambda: 0.0)(), **vote).to_bytes())
+    assert RunLog(fleet.store).start() == start and [commit.applied for commit in fleet.commits()] == [True]
 
 
 class Dying(Counted):

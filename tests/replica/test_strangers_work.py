@@ -13,6 +13,7 @@ from sessions import constant_steps, context_of
 from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.guard.round_fold import fields_of, fold_of_commit
 from diloco_orchestrator.guard.shares import deal
+from diloco_orchestrator.guard.strangers import StrangersWork
 from diloco_orchestrator.inspection.status import NewRows
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.outer.base import Base
@@ -265,7 +266,9 @@ def test_a_commit_that_applies_a_round_of_harmful_strangers_alone_is_void():
     read = {i: Contribution.from_bytes(fleet.store.get(keys.contribution(1, i)), key) for i in STRANGERS}
     named = [ContributionReader(fleet.store).checked(honest, each) for each in honest.checks or ()]
     forged = honest.model_copy(update={"answers": answers})
-    folded = fold_of_commit(forged, None, read, fleet.heldout, range(5), fleet.config, 0, named)
+    folded = fold_of_commit(
+        forged, None, read, fleet.heldout, range(5), fleet.config, 0, StrangersWork(STRANGERS, named, 2)
+    )
     forged = forged.model_copy(update=fields_of(folded, None))
     assert [each.replica_id for each in forged.quarantined] == list(STRANGERS)
     fleet.engine.put(keys.commit(1), forged.to_bytes())
@@ -425,3 +428,6 @@ def test_contributions_are_compared_with_the_last_ones_of_their_authors_and_of_l
     turned = {1}  # the launched replica that sends the opposite of what all have sent
     own = {i: -1.0 if i in turned else 1.0 for i in LAUNCHED}
     assert found == {(i, s): (1.0, own[i], like, own[i]) for i in LAUNCHED for s, like in ((3, 1.0), (4, -1.0))}
+    guard: Any = commit.guard
+    assert guard["strangers"]["unlike"] == {"3": [0.0, 1.0], "4": pytest.approx([2.0, 1.0])}
+    assert_right(fleet, participants)

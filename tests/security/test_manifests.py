@@ -3,14 +3,17 @@
 from typing import Any
 
 import pytest
-from protocol_fleet import BY_HAND, Fleet, answer, close, play, together
+from protocol_fleet import BY_HAND, Fleet, answer, close, play, report, together
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.inspection.verify.loading import logged_scores
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Commit, Origin
+from diloco_orchestrator.protocol.records import Commit, Origin, Payload, Residual, Shard
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.rounds.participant import Participant
 
@@ -81,3 +84,37 @@ def test_carried_work_of_a_round_that_a_restarted_replica_has_not_seen_is_averag
         kinds.append(fleet.commits()[-1].answers[LIAR].kind)
     assert kinds == ["delta", "unverifiable"]
     assert verify_run(fleet.store).disagreement is None
+
+
+NOWHERE = Shard(digest=bulk_digest(b"nothing"), size=7)
+SAVED = Payload(codec="fp32", numel=12, shard_numel=12, shards=(NOWHERE,))
+UNREAD: list[dict[str, Any]] = [
+    {"state": NOWHERE},
+    {"buffers": NOWHERE},
+    {"residual": Residual(share=0.5, saved=SAVED)},
+    {"kind": "abstention", "payload": SAVED},
+]
+
+
+@pytest.mark.parametrize("changes", UNREAD, ids=lambda changes: next(reversed(changes)))
+def test_what_a_stranger_names_and_nobody_else_reads_is_noted_where_it_is_not_there(changes):
+    """`verify` disagreed; of a launched replica, whose store lost or damaged it, it does."""
+    for invited in ([LIAR], []):
+        fleet = Fleet(replicas=3, quorum=2, invited=invited, aggregate="mean")
+        said_otherwise(fleet, fleet.join_all(), **changes)
+        done = verify_run(fleet.store)
+        if invited:
+            assert done.disagreement is None and "nobody but its author, a stranger, would read it" in done.notes[0]
+        else:
+            assert done.disagreement is not None
+
+
+def test_scores_that_strangers_report_are_not_those_that_verify_compares():
+    fleet = Fleet(replicas=3, invited=[LIAR], quorum="all", aggregate="mean", scored=True, scores_strangers=True)
+    participants = fleet.join_all()
+    for i, each in enumerate(participants[:LIAR]):
+        answer(each, 1.0, report(share=i, score=0.5))
+    answer(participants[LIAR], 1.0, report(share=0, score=9.0))
+    log = RunLog(fleet.store)
+    logged = logged_scores(log, ConfirmedSnapshots(log), 0, fleet.start().base_digest)
+    assert {share: score.mean for share, score in logged.items()} == {0: 0.5, 1: 0.5}

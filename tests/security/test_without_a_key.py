@@ -429,3 +429,26 @@ def test_the_key_of_one_replica_changes_no_base(row: str):
     run.play()
     assert bases_of(run) == bases_of(undisturbed(plan)) and run.written
     assert attempts_of_others(run) == {(0, 1), (2, 1)}
+
+
+def signed_snapshots(run: Attacked) -> Objects:
+    """Records of snapshots signed by replica 1, before the others': of rounds without one, and of a base, but empty."""
+    signer = KEY.operator(run.run_sha256).of_attempt(run.run_sha256, 1, 1)
+    for round_ in range(1, 7):
+        for take in (keys.SHARED_TAKE, keys.own_take(1)):
+            key = keys.snapshot(round_, keys.SNAPSHOT_RECORD, take)
+            record = Snapshot(**STAMP, round=round_, base_digest=bulk_digest(b"any"), by=1, files={})
+            data = b"junk\n" if round_ in (1, 2, 5, 6) else record.to_bytes()
+            signature = to_text(signer.key.sign(signed_bytes(run.run_sha256, key, data)))
+            name = stored_name(key, 0, signer.names[0].sign(named_bytes(run.run_sha256, key, 0)))
+            yield name, data + Signature(certificate=signer.certificate, signature=signature).line()
+
+
+@pytest.mark.parametrize("attack", [signed_snapshots, inside(of_the_run)], ids=["signed", "unsigned"])
+def test_records_of_snapshots_that_hold_nothing_make_no_disagreement(attack):
+    """By who holds the key of replica 1. `verify` disagreed at the first one, though every base was right."""
+    run = Attacked(PLAN, attack)
+    run.play()
+    assert bases_of(run) == bases_of(undisturbed("gather")) and len(run.written) > 10
+    done = verify_run(run.bucket)
+    assert done.disagreement is None and done.bases == {0, 1, 2, 3, 4}

@@ -256,3 +256,19 @@ def test_a_pause_rolls_nothing_back_and_is_not_resumed():
     last = fleet.commits()[-1]
     assert last.stop == "halted" and last.fired and not last.halted_by_guard
     assert resumed(fleet) is None and RunReader(fleet.store).model().round == 3
+
+
+def test_a_run_that_scores_strangers_goes_on_with_replicas_of_one_rank():
+    """A rank holds no whole base to score: each launched replica ended in the first round with a stranger's work."""
+    for scored in (True, False):
+        fleet = Fleet(replicas=4, rounds=1, invited=[3], scored=True, scores_strangers=scored, quorum=None)
+        fleet.join_all()
+        ending(fleet).commit_stop("halted", "lunch")
+        log = RunLog(fleet.store)
+        again = {"rounds": 1, "from_round": None, "by": "test", "why": "go on", "stamp": STAMP}
+        if scored:
+            with pytest.raises(
+                ConfigError, match="are scored before they are averaged, but a replica of several ranks"
+            ):
+                begin_next_leg(log, **again, change={"ranks_per_replica": 2})
+        assert begin_next_leg(log, **again, change={"ranks_per_replica": 1 if scored else 2}).leg == 2

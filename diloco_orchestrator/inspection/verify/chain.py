@@ -5,6 +5,7 @@ Objects that retention deleted are listed as unchecked. The modules beside this 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -98,6 +99,7 @@ class _Derived:
     digest: str | None  # of the base; None while it cannot be computed because payloads were deleted
     base: "Base | UnreadBase | None"  # None while it cannot be computed because payloads were deleted
     last: Commit | None = None  # of the leg
+    made_in: int = 0  # the round whose commit made the base
 
 
 def _tensors(log: RunLog, done: Verification) -> "Tensors | None":
@@ -136,6 +138,7 @@ class _Verifier:
         self._outer_steps: dict[int, int] = {}
         self._guards: dict[int, Mapping[str, Any] | None] = {}
         self._made_in: dict[int, int] = {}  # the leg
+        self._due: set[int] = {0}  # rounds whose snapshot a run writes
         self._underived: list[int] = []  # applied rounds whose payloads were deleted
 
     def run(self) -> None:
@@ -171,7 +174,7 @@ class _Verifier:
             )
         if self._noted:
             self._done.checked["noted heads"] += len(self._noted)
-        self._snapshots.check_all(self._digests, self._start)
+        self._snapshots.check_all(self._digests, self._start, self._due)
         self._check_code()
         self._check_rotations()
         self._bases.named.legs = len(legs)
@@ -257,8 +260,20 @@ class _Verifier:
         self._done.checked["legs"] += 1
         while self._commit(derived, begin):
             pass
+        self._note_due(begin, derived)
         self._check_result(begin, derived)
         return derived
+
+    def _note_due(self, begin: Begin, derived: _Derived) -> None:
+        """Note which rounds of a leg have a snapshot: each of `snapshot_every` outer steps, and the last one.
+
+        After a halt by the guard the best base has one, of whatever round.
+        """
+        every, last = self._config_of(keys.begin(begin.leg), begin.leg).snapshot_every, derived.last
+        halted = last is not None and last.halted_by_guard
+        made = [round_ for round_, leg in self._made_in.items() if leg == begin.leg]
+        self._due |= {round_ for round_ in made if halted or self._outer_steps[round_] % every == 0}
+        self._due |= {begin.from_round} | ({derived.made_in} if last is not None and last.stop != "none" else set())
 
     def _begin(self, leg: int) -> Entry[Begin]:
         """The begin record of a leg (start or resume to stop). Raises `Differs` if the first leg has none."""
@@ -406,7 +421,8 @@ class _Verifier:
         derived.base = self._bases.stepped(key, commit, derived.base, named)
         if derived.base is None:
             self._underived.append(commit.round)
-            derived.base = self._snapshots.base(commit.round, None, self._start)
+            with suppress(Differs):  # `check_all` raises it where a snapshot is due
+                derived.base = self._snapshots.base(commit.round, None, self._start)
         else:
             self._done.bases.add(commit.round)
             self._done.checked["outer steps"] += 1
@@ -415,6 +431,8 @@ class _Verifier:
     def _move(self, derived: _Derived, entry: CommitEntry) -> None:
         commit = derived.last = entry.commit
         self._last, derived.position = entry, entry.position
+        if commit.applied:
+            derived.made_in = commit.round
         if commit.applied and commit.round in self._needed:
             self._digests[commit.round] = derived.digest
             self._outer_steps[commit.round] = commit.outer_step

@@ -248,7 +248,7 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: 
     """Keys of records of attempts that are missing although records written after them exist."""
     found = []
     newest: dict[int, int] = {}
-    launched = any("handle.json" in names for names in attempts.values())  # by a coordinator, not by hand
+    launched = any(keys.HANDLE in names for names in attempts.values())  # by a coordinator, not by hand
     for (replica_id, attempt), names in attempts.items():
         if keys.INTENT in names:
             newest[replica_id] = max(attempt, newest.get(replica_id, 0))
@@ -256,16 +256,16 @@ def _missing_of_attempts(attempts: Mapping[tuple[int, int], set[str]], records: 
         there = ", ".join(sorted(names))
         if keys.INTENT not in names:
             found.append(f"{keys.intent(replica_id, attempt)}: {there} of the attempt counts for nothing without it")
-        if keys.CLAIM not in names and names & {"heartbeat.json", "exit.json", "log.txt"}:
+        if keys.CLAIM not in names and names & {keys.HEARTBEAT, keys.EXIT, keys.LOG_TEXT}:
             claim = records.claim_key(replica_id, attempt) or keys.claim(replica_id, attempt, "")
             found.append(f"{claim}: {there} of the attempt is there")
-        if launched and keys.CLAIM in names and "handle.json" not in names:
+        if launched and keys.CLAIM in names and keys.HANDLE not in names:
             why = "its claim is there; a coordinator that died before it noted its launch leaves none either"
             found.append(f"{keys.handle(replica_id, attempt)}: {why}")
-        if "log.txt" in names and not names & {"exit.json", "cancel.json"}:  # a coordinator keeps a hung one's output
+        if keys.LOG_TEXT in names and not names & {keys.EXIT, "cancel.json"}:  # a coordinator keeps a hung one's output
             found.append(f"{keys.exit_record(replica_id, attempt)}: log.txt, which is written just before it, is there")
-        if "exit.json" in names:
-            before = (("log.txt", keys.log_text), ("heartbeat.json", keys.heartbeat))
+        if keys.EXIT in names:
+            before = ((keys.LOG_TEXT, keys.log_text), (keys.HEARTBEAT, keys.heartbeat))
             found += [f"{key(replica_id, attempt)}: exit.json is there" for name, key in before if name not in names]
     for replica_id, last in sorted(newest.items()):
         gap = next((number for number in range(1, last) if (replica_id, number) not in attempts), None)
@@ -340,14 +340,14 @@ def without_exit(store: Store, found: AttemptFolders, newest_leg: int) -> list[s
             may_run=attempt == newest[replica_id] and not found.has_result(newest_leg),
         )
         for (replica_id, attempt), names in sorted(found.records.items())
-        if keys.CLAIM in names and "exit.json" not in names
+        if keys.CLAIM in names and keys.EXIT not in names
     ]
 
 
 def _sentence(store: Store, found: AttemptFolders, replica_id: int, attempt: int, *, may_run: bool) -> str:
     names = found.records[replica_id, attempt]
     causes = ["it still runs"] if may_run else []
-    if "log.txt" in names:
+    if keys.LOG_TEXT in names:
         causes += ["its machine was lost after log.txt was written", "exit.json was removed"]
     else:
         causes += ["its machine was lost", "exit.json and log.txt were removed"]

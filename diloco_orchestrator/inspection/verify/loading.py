@@ -155,7 +155,7 @@ class SnapshotLoader:
         self, model: torch.nn.Module, round_: int, take: str, confirmed: ConfirmedSnapshots, done: Verification
     ) -> None:
         digest = self._log.snapshot(round_, take).base_digest
-        logged = logged_scores(confirmed, round_, digest) if self._scorer else {}
+        logged = logged_scores(self._log, confirmed, round_, digest) if self._scorer else {}
         if not logged or self._scorer is None:
             return
         count = sum(score.count for score in logged.values())
@@ -171,10 +171,15 @@ class SnapshotLoader:
         done.checked["snapshots scored"] += 1
 
 
-def logged_scores(confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
-    """Held-out scores by share that replicas logged for the base with `digest` after a round; higher is better."""
+def logged_scores(run_log: RunLog, confirmed: ConfirmedSnapshots, round_: int, digest: str) -> dict[int, Score]:
+    """Held-out scores by share that replicas logged for the base with `digest` after a round; higher is better.
+
+    Only of replicas whose scores the guard counts: a stranger may report any.
+    """
+    start = run_log.start()
+    unheard = start.record.unheard(run_log.run.config.invited) if start else ()
     claims = (manifest for manifest in confirmed.claims_of(round_) if manifest.base_digest == digest)
-    return {score.share: score for manifest in claims for score in manifest.scores}
+    return {score.share: score for each in claims if each.replica_id not in unheard for score in each.scores}
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

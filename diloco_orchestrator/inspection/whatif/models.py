@@ -51,7 +51,7 @@ def logged_mean(run_log: RunLog, round_: int, digest: str) -> float | None:
     start = run_log.start()
     if start is None or start.record.heldout is None:
         return None
-    logged = logged_scores(ConfirmedSnapshots(run_log), round_, digest).values()
+    logged = logged_scores(run_log, ConfirmedSnapshots(run_log), round_, digest).values()
     sums = [score.sum for score in logged if score.sum is not None]  # None: not a finite number
     if len(sums) < len(logged) or sum(score.count for score in logged) != start.record.heldout.items:
         return None
