@@ -125,7 +125,8 @@ def _decode(text: str, where: str) -> dict[str, Any]:
         data = zlib.decompress(base64.b64decode(text, validate=True))
     except (ValueError, zlib.error) as error:
         raise RecordInvalid(f"the small state in {where} cannot be decoded ({error}): it was changed.") from None
-    return unpack([data], where)
+    tree: dict[str, Any] = unpack([data], where)
+    return tree
 
 
 def _is_plain(value: Any) -> bool:
