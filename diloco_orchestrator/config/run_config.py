@@ -484,7 +484,7 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
             )
         if name == "replicas" and name not in names:
             raise ConfigError(
-                f"replicas={change[name]}: the run was launched with {config.replicas} replicas and no max_replicas: its "
+                f"replicas={change[name]}: the run was launched with {config.replicas} replicas, no max_replicas: its "
                 "data and held-out items are dealt over these. Fewer take part by themselves while quorum is met; "
                 "for more, begin a new run from the model that `diloco pull` copies."
             )

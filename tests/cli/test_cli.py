@@ -294,7 +294,7 @@ def test_halt_and_resume_say_what_they_cannot_do(finished):
     done = diloco_here("resume", "bucket", "--codec", "int4", cwd=finished)
     assert done.returncode == 2 and "--codec: a resume cannot change that setting" in done.stderr
     done = diloco_here("resume", "bucket", "--rounds", "1", "--replicas", "5", cwd=finished)
-    assert done.returncode == 2 and "was launched with 2 replicas and no max_replicas" in done.stderr
+    assert done.returncode == 2 and "was launched with 2 replicas, no max_replicas" in done.stderr
 
 
 @pytest.mark.slow
