@@ -26,7 +26,8 @@ class RankObjects:
 
     def __init__(self, rank: int, named: Mapping[str, object]) -> None:
         self._rank = rank
-        self._objects: dict[_Key, Any] = dict(named)  # in rank 0 the named ones only: it keeps no other alive
+        # In rank 0 the named ones only: it keeps no other alive.
+        self._objects = dict[_Key, Any](named.items())
         self._keys: dict[int, _Key] = {id(each): key for key, each in named.items()}  # in rank 0, of all; by `id`
         self._changed = threading.Condition()
         self._numbers = count(1)
