@@ -90,7 +90,7 @@ class ContributionHistory:
         return None
 
     def newest_of_line(self) -> Contribution | None:
-        """As `newest`, but of the rounds that the newest base descends from, in any leg, and the open one."""
+        """The same, but only of rounds that the newest base descends from, in any leg, and of the open one."""
         begins = self._attempt.log.begins()
         rounds = (each for each in range(self._tip.position.round + 1, 0, -1) if leg_of_base(begins, each))
         return next((found for each in rounds if (found := self.of(each)) and found.progress), None)
