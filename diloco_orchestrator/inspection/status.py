@@ -375,13 +375,14 @@ class RunReader:
             state = f"ended: it {out.reason}"  # without a record of its own
         else:
             state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
+        reached = max(beat.round if beat else 0, ended.round if ended else 0)
         waiting = self.attempts.waiting(replica_id, attempt) if state == "launching" else None
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
             state=state,
-            round=beat.round if beat else 0,
-            inner_step=beat.inner_step if beat else 0,
+            round=reached,
+            inner_step=beat.inner_step if beat and beat.round == reached else 0,
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,

@@ -241,7 +241,8 @@ class PlainLines:
         if not self._rounds and before > 0:  # a run that somebody began to watch later
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
         for row in status.rounds[self._rounds or max(before, 0) :]:
-            self._print(round_line(row, status.outer_steps))
+            # Why the run has stopped is printed below its rounds by whoever shows it.
+            self._print(round_line(row, status.outer_steps, told=status.reason if row.stop != "none" else ""))
         self._rounds = len(status.rounds)
 
     def _print(self, line: str) -> None:
@@ -258,8 +259,8 @@ def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]
 _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
 
 
-def round_line(row: RoundRow, outer_steps: int) -> str:
-    """A round as one line of text: metrics, bytes moved, seconds, what is unusual.
+def round_line(row: RoundRow, outer_steps: int, told: str = "") -> str:
+    """A round as one line of text: metrics, bytes moved, seconds, and unless it is `told`, what is unusual.
 
     `outer_steps`: with which the newest leg ends; a leg that was given up may have taken more.
     """
@@ -272,7 +273,8 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
     if nearest is not None and nearest.share > 0:
         parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
     parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
-    return "  ".join(parts) + (f"  ({row.remark()})" if row.remark() else "")
+    remark = row.remark()
+    return "  ".join(parts) + (f"  ({remark})" if remark and remark != told else "")
 
 
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
