@@ -259,8 +259,12 @@ _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
 
 
 def round_line(row: RoundRow, outer_steps: int) -> str:
-    """A round as one line of text: metrics, bytes moved, seconds, what is unusual. `outer_steps`: of the whole run."""
-    parts = [f"round {row.round}", f"outer step {row.outer_step}/{outer_steps}"]
+    """A round as one line of text: metrics, bytes moved, seconds, what is unusual.
+
+    `outer_steps`: with which the newest leg ends; a leg that was given up may have taken more.
+    """
+    of = f"/{outer_steps}" if row.outer_step <= outer_steps else ""
+    parts = [f"round {row.round}", f"outer step {row.outer_step}{of}"]
     parts += [f"loss {row.loss:.3f}"] if row.loss is not None else []
     parts += [f"reward {row.reward:.3f}"] if row.reward is not None else []
     parts += [f"held-out before {row.heldout:.3f}"] if row.heldout is not None else []

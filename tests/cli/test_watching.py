@@ -16,7 +16,7 @@ from diloco_orchestrator.cli.read_commands import _prefix
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
-from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, live_panel, overview
+from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, live_panel, overview, round_line
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
@@ -113,6 +113,12 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
         heads = [line.split() for line in shown.splitlines() if line.startswith(("round ", "replica "))]
         assert all(metric in words for words in heads) and len(heads) == 2
         assert shown.count("the guard fired") == 1 and "halted" in shown
+
+
+def test_a_round_of_a_leg_that_was_given_up_is_not_counted_in_the_steps_of_the_newest_one():
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
+    assert "outer step 14/15  " in round_line(replace(row, outer_step=14), 15)
+    assert "outer step 18  " in round_line(replace(row, outer_step=18), 15)
 
 
 # -- the live panel on a small screen ----------------------------------------------------------------------------------
