@@ -83,6 +83,7 @@ class ReplicaRow:
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
     ranks: int = 1  # its processes, which train one model
+    ended_after: int = 0  # the last round whose commit it had followed when it ended, often later than `round`
 
     def words(self) -> str:
         """The replica's state as text, and before it trains the reason why it does not yet."""
@@ -375,14 +376,13 @@ class RunReader:
             state = f"ended: it {out.reason}"  # without a record of its own
         else:
             state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
-        reached = max(beat.round if beat else 0, ended.round if ended else 0)
         waiting = self.attempts.waiting(replica_id, attempt) if state == "launching" else None
         return ReplicaRow(
             replica_id=replica_id,
             attempt=attempt,
             state=state,
-            round=reached,
-            inner_step=beat.inner_step if beat and beat.round == reached else 0,
+            round=beat.round if beat else 0,
+            inner_step=beat.inner_step if beat else 0,
             loss=beat.loss if beat else None,
             exit_code=ended.code if ended else None,
             error=ended.error if ended else None,
@@ -390,6 +390,7 @@ class RunReader:
             moved_at=max((record.at for record in (beat, intent, ended, waiting) if record is not None), default=0.0),
             waits_for=waiting.reason if waiting else "",
             ranks=ranks,
+            ended_after=ended.round if ended else 0,
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

@@ -242,7 +242,7 @@ class PlainLines:
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
         for row in status.rounds[self._rounds or max(before, 0) :]:
             # Why the run has stopped is printed below its rounds by whoever shows it.
-            self._print(round_line(row, status.outer_steps, told=status.reason if row.stop != "none" else ""))
+            self._print(round_line(row, status.outer_steps, known=status.reason if row.stop != "none" else ""))
         self._rounds = len(status.rounds)
 
     def _print(self, line: str) -> None:
@@ -259,8 +259,8 @@ def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]
 _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
 
 
-def round_line(row: RoundRow, outer_steps: int, told: str = "") -> str:
-    """A round as one line of text: metrics, bytes moved, seconds, and unless it is `told`, what is unusual.
+def round_line(row: RoundRow, outer_steps: int, known: str = "") -> str:
+    """A round as one line of text: metrics, bytes moved, seconds, and unless it is `known`, what is unusual.
 
     `outer_steps`: with which the newest leg ends; a leg that was given up may have taken more.
     """
@@ -274,7 +274,7 @@ def round_line(row: RoundRow, outer_steps: int, told: str = "") -> str:
         parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
     parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
     remark = row.remark()
-    return "  ".join(parts) + (f"  ({remark})" if remark and remark != told else "")
+    return "  ".join(parts) + (f"  ({remark})" if remark and remark != known else "")
 
 
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
@@ -394,8 +394,8 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
         table.add_row(
             f"{replica.replica_id}" + (f" ({replica.ranks} ranks)" if replica.ranks > 1 else ""),
             str(replica.attempt),
-            str(replica.round or "-"),
-            str(replica.inner_step),
+            str(max(replica.round, replica.ended_after) or "-"),
+            str(replica.inner_step) if replica.round >= replica.ended_after else "-",
             _number(replica.loss),
             replica.words(),
         )

@@ -128,11 +128,16 @@ def test_an_attempt_that_ended_is_shown_in_the_last_round_that_it_followed():
     scene.coordinator().step()
     beat = Heartbeat(**STAMP(), replica_id=0, attempt=1, counter=3, phase="training", round=2, inner_step=7)
     scene.fleet.store.put(keys.heartbeat(0, 1), beat.to_bytes())
-    status = RunReader(scene.fleet.store).status
-    assert (status().replicas[0].round, status().replicas[0].inner_step) == (2, 7)
+
+    def shown() -> list[str]:
+        out = StringIO()
+        Console(file=out, width=200).print(overview(RunReader(scene.fleet.store).status(), 10))
+        return next(words for line in out.getvalue().splitlines() if (words := line.split())[:2] == ["0", "1"])
+
+    assert shown() == ["0", "1", "2", "7", "-", "training"]
     record = Exit(**STAMP(), replica_id=0, attempt=1, code=0, reason="the run ended", round=5)
     scene.fleet.store.create(keys.exit_record(0, 1), record.to_bytes())
-    assert (status().replicas[0].round, status().replicas[0].inner_step) == (5, 0)
+    assert shown() == ["0", "1", "5", "-", "-", "ended:", "the", "run", "ended"]
 
 
 def test_a_round_of_a_leg_that_was_given_up_is_not_counted_in_the_steps_of_the_newest_one():
