@@ -4,6 +4,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from long_history import RequestCounter
 from protocol_fleet import Fleet, answer, close, together
 
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -18,6 +19,7 @@ from diloco_orchestrator.protocol.check_records import (
 )
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.kinds import most_bytes
+from diloco_orchestrator.store.base import Store
 from replica.rounds.participant import Participant
 
 LIAR, FIRST, MIB = 4, 20, 2**20  # FIRST: number of its first false record
@@ -72,8 +74,8 @@ def closed(participants: list[Participant]) -> list[int]:
     return [each.number for each in commit.checks or () if each.replica_id == LIAR and each.number >= FIRST]
 
 
-def fleet_of() -> tuple[Fleet, list[Participant]]:
-    fleet = Fleet(replicas=5, invited=[3, LIAR], quorum="all", path="scatter_reduce", aggregate="mean")
+def fleet_of(store: Store | None = None) -> tuple[Fleet, list[Participant]]:
+    fleet = Fleet(store=store, replicas=5, invited=[3, LIAR], quorum="all", path="scatter_reduce", aggregate="mean")
     return fleet, fleet.join_all()
 
 
@@ -96,15 +98,27 @@ def test_an_attempt_reports_as_many_shards_as_there_are():
     assert verify_run(fleet.store).disagreement is None
 
 
-def test_long_check_records_of_a_stranger_fill_nobodys_memory():
-    """Each took 430 MB of every replica until the round ended, and one replica has 64 that count."""
-    _, participants = fleet_of()
+def test_long_check_records_fill_nobodys_memory():
+    """Each took 430 MB of every replica until the round ended, and one replica has 64 that count.
+
+    The last one is where this replica would write its own first record, which somebody without a key may have taken.
+    """
+    store = RequestCounter()
+    _, participants = fleet_of(store)
     for number, fields in enumerate(TOO_MUCH["8 MiB"], FIRST):
         assert 6 * MIB < written(participants, fields, number) < most_bytes(keys.checked(1, LIAR, number))
-    checks, received = participants[0]._closer._checks, participants[0]._closer._received
+    taken = Checked.from_bytes(store.get(keys.checked(1, LIAR, FIRST)), "")
+    store.put(keys.checked(1, 0, 1), taken.model_copy(update={"replica_id": 0, "number": 1}).to_bytes())
+    for each in participants:
+        answer(each, 1.0)
+    del taken
+    store.forget()
     tracemalloc.start()
     try:
-        checks.exchange(received)
-        assert tracemalloc.get_traced_memory()[1] < MIB
+        participants[0]._closer.poll()
+        participants[0]._closer._checks.exchange(participants[0]._closer._received)
+        assert tracemalloc.get_traced_memory()[1] < 2 * MIB
     finally:
         tracemalloc.stop()
+    assert not [key for key in store.gets if key.startswith("rounds/00000001/checked/4.2")]
+    assert keys.checked(1, 0, 2) in store.gets  # its own
