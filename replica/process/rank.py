@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from diloco_orchestrator.clock import Background, SystemClock, ThreadBackground, random_token
@@ -35,7 +36,7 @@ from diloco_orchestrator.replica.process.run_attempt import (
     load_training_libraries,
     process_environment,
 )
-from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, STUCK, StuckWatch
+from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, STUCK, StuckWatch, stuck_before
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
@@ -164,7 +165,8 @@ def _train(
     attempt = adopt(environ, notice, background)
     load_training_libraries(environ)
     thread = threading.get_ident()
-    watch = StuckWatch(attempt.pulse, attempt.config, SystemClock(), thread, phases=PHASES_OF_RANK_0)
+    clock, before = SystemClock(), partial(stuck_before, attempt)
+    watch = StuckWatch(attempt.pulse, attempt.config, clock, thread, phases=PHASES_OF_RANK_0, stuck_before=before)
 
     def beat() -> None:
         events.alive(attempt.pulse)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -53,7 +54,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
-from diloco_orchestrator.replica.process.stuck import STUCK, StuckWatch
+from diloco_orchestrator.replica.process.stuck import STUCK, StuckWatch, stuck_before
 from diloco_orchestrator.run_log.run_store import of_run
 from diloco_orchestrator.store.open_store import LASTING, open_store
 
@@ -188,7 +189,8 @@ def run_attempt(
         heartbeat_stamp = Stamp(random_token(), clock.wall_time)
         writer = HeartbeatWriter(store, replica_id, number, attempt.pulse, heartbeat_stamp, attempt.config)
         silent_s = attempt.config.retry.hung_after_s / 2  # before a coordinator counts it as hung and reads the output
-        watch = StuckWatch(attempt.pulse, attempt.config, clock, training_thread)
+        before = partial(stuck_before, attempt)
+        watch = StuckWatch(attempt.pulse, attempt.config, clock, training_thread, stuck_before=before)
 
         def beat() -> None:
             dump_stacks_after(silent_s)

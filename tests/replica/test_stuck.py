@@ -11,14 +11,16 @@ from typing import Any
 import psutil
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from protocol_fleet import Fleet
 
 from diloco_orchestrator.clock import ManualClock, ThreadBackground
 from diloco_orchestrator.config import make_config
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, fault_in
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.replica.attempt.heartbeat import Pulse
-from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, StuckWatch
-from diloco_orchestrator.replica.process.work import Work
+from diloco_orchestrator.replica.process.stuck import PHASES_OF_RANK_0, STUCK, StuckWatch, stuck_before
+from diloco_orchestrator.replica.process.work import Work, WorkMeter
 from diloco_orchestrator.store.fsspec_engine import FsspecEngine
 
 STAMP = Stamp("replica", lambda: 0.0)
@@ -74,6 +76,36 @@ def test_half_an_hour_without_a_step_cpu_time_or_a_byte_ends_in_a_traceback_of_t
     assert fault_in(ended) == ""  # a server that never answered may answer the next attempt
 
 
+def test_before_its_first_step_an_attempt_has_twice_as_long_for_each_that_ended_so_before_it(waiting):
+    replica = waiting()
+    replica.watch._stuck_before, replica.pulse.inner_step, replica.watch._stepped = lambda: 2, 0, False
+    assert replica.after(4 * HALF_AN_HOUR - 1) is None and "no step for 7200 s" in replica.after(2)
+
+
+def test_an_attempt_that_takes_steps_has_half_an_hour_whatever_those_before_it_had(waiting):
+    replica = waiting()
+    replica.watch._stuck_before = lambda: 2
+    assert replica.after(HALF_AN_HOUR) is not None
+
+
+def test_steps_that_wait_for_long_and_go_on_make_a_longer_limit(waiting):
+    replica = waiting()
+    assert replica.after(50) is None
+    replica.pulse.inner_step += 1
+    assert replica.after(101) is None and "no step for 3060 s" in replica.after(2)
+
+
+@pytest.mark.parametrize(("reasons", "count"), [(["stuck", "stuck"], 2), (["stuck", "other"], 0), (["stuck"] * 5, 3)])
+def test_attempts_that_were_stuck_are_counted_from_the_newest_until_one_that_was_not(reasons, count):
+    fleet = Fleet(replicas=1)
+    attempt = fleet.join(0, len(reasons) + 1)._attempt
+    for number, reason in enumerate(reasons, 1):
+        said = {"code": 1, "round": 0, "reason": f"rank 0 of 2: {STUCK}" if reason == "stuck" else "ValueError"}
+        record = Exit(**STAMP(), replica_id=0, attempt=number, **said)
+        fleet.store.create(keys.exit_record(0, number), record.to_bytes())
+    assert stuck_before(attempt) == count
+
+
 def step(replica: Replica, number: int) -> None:
     replica.pulse.inner_step += number % 50 == 0
 
@@ -109,13 +141,13 @@ def test_heartbeats_and_polling_are_no_work(waiting):
     assert replica.after(HALF_AN_HOUR + 1, beat)
 
 
-def test_connections_to_the_store_that_come_and_go_are_no_work(waiting):
+def test_a_child_that_ends_takes_what_it_has_moved_along_which_is_no_work(waiting):
     replica = waiting()
 
-    def close(number: int) -> None:
+    def end(number: int) -> None:
         replica.work = Work(0.0, 20_000_000 - 300 * number)
 
-    assert replica.after(HALF_AN_HOUR + 2, close)
+    assert replica.after(HALF_AN_HOUR + 2, end)
 
 
 def test_a_wait_of_this_package_has_limits_of_its_own(waiting):
@@ -155,19 +187,40 @@ def test_work_that_cannot_be_read_is_no_proof(waiting):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count bytes of a connection")
-def test_bytes_that_came_over_a_connection_are_work():
-    """They are not written anywhere where a library downloads into memory."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as ours,
-        server.accept()[0] as theirs,
-    ):
-        before = Work.of_this_process().moved
-        theirs.sendall(bytes(50_000))
-        theirs.close()
-        while ours.recv(1 << 16):
-            pass
-        assert Work.of_this_process().moved - before >= 50_000
+def test_bytes_that_came_over_connections_are_work_also_once_these_are_closed():
+    """They are not written anywhere where a library downloads into memory, by a connection for each request."""
+    meter = WorkMeter()
+    before = meter().moved
+    for _ in range(3):
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname()) as ours,
+            server.accept()[0] as theirs,
+        ):
+            theirs.sendall(bytes(50_000))
+            theirs.close()
+            while ours.recv(1 << 16):
+                pass
+            meter()
+    assert meter().moved - before >= 149_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count bytes of a process")
+def test_bytes_that_another_thread_reads_without_a_disk_are_work():
+    """As from a bucket that is mounted; what the sampling thread reads are the system's files about processes."""
+
+    def read() -> None:
+        with Path("/dev/zero").open("rb", buffering=0) as zeros:
+            zeros.read(10**6)
+
+    meter = WorkMeter()
+    before = meter().moved
+    read()
+    assert meter().moved - before < 500_000
+    other = threading.Thread(target=read)
+    other.start()
+    other.join()
+    assert meter().moved - before >= 990_000
 
 
 def test_rank_0_may_wait_for_other_ranks_before_it_trains(waiting):
@@ -197,10 +250,11 @@ def test_shared_memory_of_an_attempt_that_is_ended_is_freed():
 def test_the_work_of_a_descendant_counts():
     code = "import sys; sum(range(5 * 10**6)); open('/dev/null', 'w').write('x' * 10**6); print(flush=True); input()"
     child = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
-    before = Work.of_this_process()
+    meter = WorkMeter()
+    before = meter()
     with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        after = Work.of_this_process()
+        after = meter()
         process.communicate(b"\n")
     assert after.cpu_s > before.cpu_s + 0.02
     if sys.platform == "linux":
