@@ -243,6 +243,8 @@ class PlainLines:
         for row in status.rounds[self._rounds or max(before, 0) :]:
             # Why the run has stopped is printed below its rounds by whoever shows it.
             self._print(round_line(row, status.outer_steps, known=status.reason if row.stop != "none" else ""))
+        if not self._rounds and _is_unscored(status):
+            self._print(_UNSCORED)
         self._rounds = len(status.rounds)
 
     def _print(self, line: str) -> None:
@@ -254,6 +256,13 @@ def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]
     alive = [each for each in status.replicas if status.state == "starting" and each.state in _BEFORE_TRAINING]
     last = min((_BEFORE_TRAINING.index(each.state) for each in alive), default=0)
     return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])
+
+
+_UNSCORED = "no held-out score is taken: the kill-switch is off"
+
+
+def _is_unscored(status: RunStatus) -> bool:
+    return bool(status.rounds) and all(row.heldout is None for row in status.rounds)
 
 
 _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
@@ -290,6 +299,7 @@ def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> Rende
         parts += (
             [Text(f"the guard {status.outlook}", style="dim")] if status.outlook and status.state == "running" else []
         )
+    parts += [Text(), Text(_UNSCORED, style="dim")] if _is_unscored(status) else []
     if status.rounds:
         parts += [Text(), _rounds_table(status, rounds)]
     return Group(*parts)

@@ -115,6 +115,20 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
         assert shown.count("the guard fired") == 1 and "halted" in shown
 
 
+def test_a_run_without_held_out_scores_says_that_the_kill_switch_is_off(failed: tuple[RunStatus, RunStatus]):
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
+    for heldout, count in ((None, 1), (0.5, 0)):
+        status = replace(failed[0], rounds=[replace(row, heldout=heldout)])
+        out = StringIO()
+        console = Console(file=out, width=200)
+        console.print(overview(status, 10))
+        assert out.getvalue().count("the kill-switch is off") == count
+        lines = PlainLines(console)
+        lines.show(status)
+        lines.show(replace(status, rounds=status.rounds * 2))
+        assert out.getvalue().count("the kill-switch is off") == 2 * count
+
+
 def test_the_reason_of_a_stop_is_left_to_the_line_below_the_rounds(failed: tuple[RunStatus, RunStatus]):
     row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW, "reason": "the guard fired"})
     for of_the_run, count in (("the guard fired", 0), ("a later leg's", 1)):
