@@ -390,6 +390,32 @@ class RunLog(LegRecords):
         stamp: StampFields = {"write_id": last.commit.write_id, "at": (recorded or last.commit).at}
         return rounds.result_of(last.commit, last.sha256, stamp)
 
+    def false_end(self, begin: Begin) -> str:
+        """A sentence about the result.json of a leg that its commits do not end; empty without one, and if they do.
+
+        `begin`: the newest start or resume. Either a commit was changed or deleted after it, or it is false: in an
+        unsigned run who may write to the bucket may have written it.
+        """
+        key = keys.result(begin.leg)
+        try:
+            recorded = self.recorded_result(begin.leg)
+        except RecordInvalid as error:
+            return f"{key} is there and cannot be read ({error}), and no commit ends the leg"
+        last = self._last_of(begin.leg)
+        if recorded is None or last is None or last.commit.stop != "none":
+            return ""
+        named = f"{key} says that round {recorded.round} ended the leg ({recorded.status})"
+        if recorded.round > last.commit.round:
+            return (
+                f"{named}, and {keys.commit(last.commit.round + 1)} is missing: it was deleted, or the result is false"
+            )
+        if recorded.round == last.commit.round and recorded.commit_sha256 != last.sha256:
+            return (
+                f"{named} by a commit with sha256 {recorded.commit_sha256[:12]}, and {keys.commit(recorded.round)} has "
+                f"{last.sha256[:12]}: one of the two was changed after it was written"
+            )
+        return f"{named}, which no commit does: the result is false"
+
     def _before_the_first_commit(self, recorded: Result | None) -> Result | None:
         """The result of a run stopped before any commit; None without a request to halt. `recorded`: result.json."""
         halt = self.halt(1)
