@@ -49,7 +49,7 @@ def _figures(found: "Comparison") -> list[tuple[str, list[str]]]:
 
 
 def _figures_of(run: "ComparedRun") -> dict[str, str]:
-    from diloco_orchestrator.cli.report_page import duration
+    from diloco_orchestrator.inspection.costs import duration
     from diloco_orchestrator.inspection.terminal import megabytes
 
     last = "not scored" if run.final is None else f"{run.final:.4f} ({_UNITS[run.metric]})"

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from diloco_orchestrator.cli.html_page import document, section, table
 from diloco_orchestrator.inspection.charts import Bar, Line, chart, timeline
+from diloco_orchestrator.inspection.costs import duration
 from diloco_orchestrator.inspection.report import Influence, InfluenceRow, Points, Report, RoundTimes, RunFacts, leaves
 from diloco_orchestrator.inspection.status import AttemptRow, RoundRow, RunStatus
 from diloco_orchestrator.inspection.terminal import megabytes
@@ -109,15 +110,6 @@ def _cost(facts: RunFacts) -> str:
         return ""
     unknown = f"; {facts.unpriced} attempts of unknown price not counted" if facts.unpriced else ""
     return f"${facts.usd:.2f} for machines{unknown}"
-
-
-def duration(seconds: float) -> str:
-    """A number of seconds as text in two units: 48 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
-    whole = round(seconds)
-    for unit, size, next_unit, next_size in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // next_size} {next_unit}"
-    return f"{whole} s"
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 class _RunCommand(ExecutorCommand):
     """A command with `--executor`, its executors' options, and one option per setting of `RunConfig`.
 
-    `part`: the part of the settings that has options here, such as "guard"; empty for all.
+    `parts`: the parts of the settings that have options here, such as "guard"; empty for all.
     """
 
-    part = ""
+    parts: tuple[str, ...] = ()
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from diloco_orchestrator.cli.setting_options import help_options, setting_options
 
-        return [*super().get_params(ctx), *help_options(), *setting_options(self.part)]
+        return [*super().get_params(ctx), *help_options(), *setting_options(self.parts)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from diloco_orchestrator.cli.setting_options import write_options
@@ -50,10 +50,11 @@ class _RunCommand(ExecutorCommand):
 
 _entrypoint = click.argument("entrypoint", metavar="FILE.py:FUNCTION")
 _store = click.option("--store", metavar="URL", required=True, help="The run's own folder, or s3://bucket/x.")
+_ARG = click.option(
+    "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
+)
 _WHAT_RUNS = (
-    click.option(
-        "--arg", "args", metavar="K=V", multiple=True, help="For `ctx.args`; V as JSON, else as text. Repeatable."
-    ),
+    _ARG,
     click.option("--env", metavar="K=V", multiple=True, help="Environment of replicas; no secrets. Repeatable."),
     secret_option,
     click.option(
@@ -202,9 +203,22 @@ def _means(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ResumeCommand(_RunCommand):
-    """A command with `--executor`, its executors' options, and one option per setting of the guard."""
+    """A command with `--executor`, its executors' options, and one option per setting of the guard and of `outer`."""
 
-    part = "guard"
+    parts = ("guard", "outer")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from diloco_orchestrator.cli.setting_options import setting_options
+
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(error.option_name in (*each.opts, *each.secondary_opts) for each in setting_options()):
+                ctx.fail(
+                    f"{error.option_name}: a resume cannot change that setting, which run.json fixes. Begin a new run "
+                    "from the model that `diloco pull` copies."
+                )
+            raise
 
 
 @click.command(cls=_ResumeCommand)
@@ -222,6 +236,7 @@ class _ResumeCommand(_RunCommand):
     default="",
     help="Let the guard begin anew, with a new baseline and the --guard-… given; WHY goes into the log.",
 )
+@_ARG
 @click.option("--ranks", metavar="N", help="Ranks (processes) of a replica from now on, or of each, as in 2,1.")
 @json_option
 def resume(
@@ -232,6 +247,7 @@ def resume(
     why: str,
     override_guard: str,
     ranks: str | None,
+    args: tuple[str, ...],
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -241,7 +257,8 @@ def resume(
     from diloco_orchestrator.launching.run import attach
 
     sys.path.insert(0, str(Path.cwd()))
-    guard, means = cast("GuardSettings", take_part("guard", given)), _means(given)
+    guard, outer = cast("GuardSettings", take_part("guard", given)), take_part("outer", given)
+    means = _means(given)
 
     def begin() -> "Run":
         run = attach(url, **means)
@@ -253,6 +270,8 @@ def resume(
             guard=guard,
             replicas=replicas,
             ranks_per_replica=cast("int | None", ranks),  # text, which the configuration reads and validates
+            outer=outer,
+            args=pairs("--arg", args),
         )
 
     return follow(begin, as_json=as_json)

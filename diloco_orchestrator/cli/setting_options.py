@@ -4,7 +4,7 @@ Three tiers: `--help` lists what most runs choose, `--help-settings` further one
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,10 @@ def _show_tier(ctx: click.Context, option: click.Parameter, given: bool) -> None
         ctx.exit()
 
 
-def setting_options(part: str = "") -> list[click.Parameter]:
-    """click's parameters for all settings, or those of `part`. Values stay text, which `make_config` validates."""
+def setting_options(parts: Collection[str] = ()) -> list[click.Parameter]:
+    """click's parameters for all settings, or those of `parts`. Values stay text, which `make_config` validates."""
     leaves = [(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
-    return [_option(path, field) for path, field in leaves if not part or path[0] == part]
+    return [_option(path, field) for path, field in leaves if not parts or path[0] in parts]
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -482,8 +482,17 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
                 f"{name} is not changed without somebody who answers for it: a guard that loosens itself guards "
                 'nothing. Use resume(override_guard="why", guard={…}) or diloco resume --override-guard WHY.'
             )
+        if name == "replicas" and name not in names:
+            raise ConfigError(
+                f"replicas={change[name]}: the run was launched with {config.replicas} replicas, no max_replicas: its "
+                "data and held-out items are dealt over these. Fewer take part by themselves while quorum is met; "
+                "for more, begin a new run from the model that `diloco pull` copies."
+            )
+        if name.startswith("args.") and not config.args:
+            raise ConfigError(f"{name}: the run was launched without arguments, and a leg changes no others.")
         if name not in names:
-            raise ConfigError(unknown_name("setting that a leg may change", name, names))
+            near = [each for each in names if each.startswith("args.") is name.startswith("args.")]
+            raise ConfigError(unknown_name("setting that a leg may change", name, near))
     made = make_config(changed(config, change))
     if bool(made.outer.momentum) != bool(config.outer.momentum):
         raise ConfigError(

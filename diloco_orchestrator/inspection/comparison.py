@@ -7,6 +7,7 @@ from typing import Any
 from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.report import RunFacts, facts_of, leaves
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
+from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
 
@@ -121,17 +122,20 @@ def _read(reader: RunReader) -> ComparedRun:
         bytes=sum(row.bytes_up + row.bytes_down for row in status.rounds),
         usd=facts.usd,
         unpriced=facts.unpriced,
-        verdict=_said(status.verdict),
+        verdict=_said(status.verdict, reader.commits()),
         settings=_settings(reader, status, facts, set_),
         heldout=heldout,
         training=training,
     )
 
 
-def _said(verdict: Verdict | None) -> str:
+def _said(verdict: Verdict | None, commits: Sequence[Commit]) -> str:
     if verdict is None:
         return "did not judge"
-    return f"{verdict.kind.value}: {verdict.reason}" if verdict.kind.stops else "did not stop it"
+    if verdict.kind.stops:
+        return f"{verdict.kind.value}: {verdict.reason}"
+    stopped = [str(commit.round) for commit in commits if commit.fired]
+    return f"stopped it in round {', '.join(stopped)}; resumed since" if stopped else "did not stop it"
 
 
 def _settings(reader: RunReader, status: RunStatus, facts: RunFacts, heldout: HeldoutSet | None) -> dict[str, str]:

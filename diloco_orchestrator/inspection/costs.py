@@ -110,6 +110,15 @@ class Spent:
         return before + own * (min(1.0, max(0.0, (at - self._began[leg]) / _HOUR_S / hours)) if hours else 0.0)
 
 
+def duration(seconds: float) -> str:
+    """A number of seconds as text in two units: 48 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    whole = round(seconds)
+    for unit, size, next_unit, next_size in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // next_size} {next_unit}"
+    return f"{whole} s"
+
+
 @dataclass(frozen=True)
 class EndForecast:
     """Hours and dollars until the run's planned stop, if its rounds go on as the last ones did."""
@@ -120,7 +129,7 @@ class EndForecast:
     def words(self) -> str:
         """The forecast of hours and dollars to the run's planned stop, as text."""
         cost = "" if self.usd is None else f", ${self.usd:.2f} in all"
-        return f"about {self.hours:.1f} h to the end{cost}"
+        return f"about {duration(self.hours * _HOUR_S)} to the end{cost}"
 
 
 def end_forecast(spent: LegCost, committed_at: Sequence[float], steps_left: int) -> EndForecast | None:

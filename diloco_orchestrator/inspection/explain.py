@@ -87,7 +87,7 @@ _ERRORS = {
     ),
     "ModelMismatch": ("it trains another model or scores another held-out set", "make all replicas alike"),
     "PayloadCorrupt": ("an object in the bucket is not what its record promises", "run `diloco verify`"),
-    "ConfigError": ("an argument or setting cannot be used", "mend it as the message says, and launch again"),
+    "ConfigError": ("an argument or setting cannot be used", "mend it as the message says"),
     "StoreDenied": ("the bucket refuses its credentials", "check them on the replica's machine"),
     "StoreFull": ("there is no room left in the bucket or on the disk", "make room, then resume"),
     "WorkloadEndedEarly": (
@@ -272,9 +272,9 @@ def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
     if not scored:
         return ["No held-out score was ever taken: the kill-switch was off."] if rows else []
     first, last = scored[0], scored[-1]
-    words = (
-        f"Held-out score: {first.heldout:.4f} before round {first.round}, {last.heldout:.4f} before round {last.round}"
-    )
+    words = f"Held-out score: {first.heldout:.4f} before round {first.round}"
+    if last is not first:
+        words += f", {last.heldout:.4f} before round {last.round}"
     return [f"{words}; the best base is that of round {best}." if best is not None else f"{words}."]
 
 

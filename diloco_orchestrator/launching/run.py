@@ -297,6 +297,8 @@ class Run:
         guard: GuardSettings | None = None,
         ranks_per_replica: int | list[int] | None = None,
         replicas: int | None = None,
+        outer: Mapping[str, JsonValue] | None = None,
+        args: Mapping[str, JsonValue] | None = None,
     ) -> "Run":
         """Resume a run that has stopped: begin its next leg (until its next stop), and launch the replicas.
 
@@ -305,9 +307,10 @@ class Run:
         the reason for which the guard begins anew, with a new baseline and the settings in `guard`; everybody sees it
         in the leg's record and in `status`. By default the guard goes on from its state at that base. `replicas`: how
         many the leg begins with, in a run with `max_replicas`; by default as many as the leg before began with.
-        `ranks_per_replica`: from now on, where machines of another size go on with the run. Raises `ConfigError` for a
-        run that goes on, for settings without a reason, or naming the nearest base for a round that
-        left none.
+        `ranks_per_replica`: from now on, where machines of another size go on with the run. `outer`, `args`: other
+        settings of the outer optimizer, {"lr": 0.4}, and other values of `ctx.args`, from now on. Raises `ConfigError`
+        for a run that goes on, for settings that a leg cannot change or without a reason, or naming the nearest base
+        for a round that left none.
         """
         run_log, executor = self._reader.log, self._means.executor
         launching = self._means.requests(run_log, Launched(run_log.run_sha256))  # checked: the leg's settings follow
@@ -322,7 +325,11 @@ class Run:
             stamp=self._means.stamp,
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
-            change=_given(replicas=replicas, ranks_per_replica=cast(JsonValue, ranks_per_replica)),
+            change={
+                **_given(replicas=replicas, ranks_per_replica=cast(JsonValue, ranks_per_replica)),
+                **{f"outer.{name}": value for name, value in (outer or {}).items()},
+                **{f"args.{name}": value for name, value in (args or {}).items()},
+            },
         )
         remember_leg(run_log, begin)
         return _supervised(run_log, self._means, self._track)

@@ -5,6 +5,7 @@ Pure arithmetic on fp32 tensors on the CPU, with the same bits on every machine.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +18,19 @@ from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.outer.adapter_products import LocalFactors, factors_of, step_residuals
-from diloco_orchestrator.outer.arithmetic import nesterov_step
+from diloco_orchestrator.outer.arithmetic import denormals_kept, nesterov_step
 from diloco_orchestrator.outer.base import Base, BaseShard, NamedVector
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.protocol.start_records import AdapterPair
 
 ReadShard = Callable[[Contribution, int], bytes | memoryview]  # (manifest, shard index) -> verified bytes
+
+
+class OuterStep(NamedTuple):
+    """The result of an outer step beside the base: its average, and which contributions that leaves out."""
+
+    average: Mapping[str, torch.Tensor]  # pseudo-gradient by parameter name; empty unless it was asked for
+    left_out: Sequence[LeftOut] = ()  # of this process's shards
 
 
 @torch.no_grad()
@@ -54,6 +62,7 @@ def step_in_threads(
     in_threads([functools.partial(step_range, *each) for each in ranges(len(shard.parameters))])
 
 
+@denormals_kept()
 def average_and_step(
     base: Base,
     fragment: int,
@@ -65,15 +74,14 @@ def average_and_step(
     codec: str | None = None,
     keep_average: bool = False,
     adapters: Sequence[AdapterPair] = (),
-    left_out: list[LeftOut] | None = None,
     averages: Aggregate | None = None,
-) -> Mapping[str, torch.Tensor]:
+) -> OuterStep:
     """Average the contributions to a fragment and step `base` by the average in place, shard by shard.
 
     This steps the shards of this process; of a base in several ranks every rank calls it. Only a block of the average
     exists at a time, except with `adapters` (averaged exactly, all in this fragment), where the average and all
-    contributions are in memory. Returns the averaged pseudo-gradient by parameter name if `keep_average`, for which the
-    base must be whole in this process, else nothing. Raises `PayloadCorrupt` for a contribution to another fragment,
+    contributions are in memory. The average is returned if `keep_average`, for which the base must be whole in this
+    process. Raises `PayloadCorrupt` for a contribution to another fragment,
     with the base unchanged, and the errors of `read`, with the first shards stepped.
 
     Args:
@@ -84,7 +92,6 @@ def average_and_step(
             `adapters`: it is not.
         averages: the average, if it is computed already; None: it is computed here. Other ranks' shards of it are not
             read.
-        left_out: list to which contributions that the aggregate leaves out are appended.
     """
     if adapters:
         return _with_adapters(base, fragment, named, read, outer, adapters)
@@ -95,9 +102,8 @@ def average_and_step(
     kept = [held(len(shard.parameters), "the average") for _, shard in shards] if keep_average else []
     for index, shard in shards:
         step_in_threads(shard, average.shard(index), outer, kept[index] if keep_average else None)
-    if left_out is not None:
-        left_out += average.left_out
-    return NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
+    found = NamedVector(base.shapes(base.fragments[fragment]), kept) if keep_average else {}
+    return OuterStep(found, average.left_out)
 
 
 def _with_adapters(
@@ -107,12 +113,12 @@ def _with_adapters(
     read: ReadShard,
     outer: OuterConfig,
     adapters: Sequence[AdapterPair],
-) -> Mapping[str, torch.Tensor]:
+) -> OuterStep:
     """Do the work of `average_and_step` for a fragment with exactly averaged LoRA adapters."""
     read_once = functools.cache(lambda replica_id, index: read(manifests[replica_id], index))
     manifests = {manifest.replica_id: manifest for manifest, _ in named}
     before, shapes = factors_of(base, adapters), base.shapes(base.fragments[fragment])
-    average = average_and_step(
+    stepped = average_and_step(
         base, fragment, named, lambda manifest, index: read_once(manifest.replica_id, index), outer, keep_average=True
     )
     contributions = []
@@ -121,8 +127,8 @@ def _with_adapters(
         lengths = [len(shard.parameters) for shard in base.shards(fragment)]
         decoded = [Encoded(part.read(index), part.payload.codec, numel).values() for index, numel in enumerate(lengths)]
         contributions.append(LocalFactors(weight, NamedVector(shapes, decoded)))
-    step_residuals(base, adapters, before, average, contributions, outer)
-    return average
+    step_residuals(base, adapters, before, stepped.average, contributions, outer)
+    return stepped
 
 
 def _copied_to(shard: torch.Tensor, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -98,7 +98,7 @@ def rebuild(
         for entry in _commits(run_log, way):
             if entry.commit.applied:
                 owners.each(take_step, base, _logged(run_log, entry, reader), start.adapters, reader)
-                log.info("rebuilt round %d", entry.commit.round)
+                log.info("the base after round %d is rebuilt from the bucket", entry.commit.round)
                 tip = replace(tip, base_round=entry.commit.round)
             tip = replace(tip, position=entry.position, last=entry)
         leg = way.legs[-1][0]
@@ -400,13 +400,12 @@ def take_step(base: Base, step: LoggedStep, adapters: Sequence[AdapterPair], rea
     `adapters`: those that the run averages exactly. Raises `PayloadGone` for a deleted payload and `PayloadCorrupt` for
     a damaged one, with the base partly stepped.
     """
-    with denormals_kept(), closing(PayloadCache()) as cache:
-        read = partial(_read_through, cache, reader)
+    with closing(PayloadCache()) as cache:
         outer_step.average_and_step(
             base,
             step.commit.fragment,
             step.named,
-            read,
+            partial(_read_through, cache, reader),
             step.config.outer,
             aggregate=step.config.aggregate,
             codec=step.commit.average_codec,

@@ -6,6 +6,7 @@
 import logging
 
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.base_claims import BaseClaims
@@ -87,6 +88,12 @@ class ContributionHistory:
             if manifest is not None and manifest.progress is not None:
                 return manifest
         return None
+
+    def newest_of_line(self) -> Contribution | None:
+        """The same, but only of rounds that the newest base descends from, in any leg, and of the open one."""
+        begins = self._attempt.log.begins()
+        rounds = (each for each in range(self._tip.position.round + 1, 0, -1) if leg_of_base(begins, each))
+        return next((found for each in rounds if (found := self.of(each)) and found.progress), None)
 
     def newest_delta(self) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.

@@ -5,20 +5,19 @@ Each commit advances it. `base_claims` checks the digest of the base; `close_rou
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.allreduce.agreement import summary
 from diloco_orchestrator.allreduce.dealing import Dealing, dealing_of, scatters
-from diloco_orchestrator.allreduce.mean import EncodedShards, LeftOut
-from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.allreduce.mean import EncodedShards
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.records import Commit, Contribution, Disagreeing
-from diloco_orchestrator.protocol.start_records import AdapterPair, HeldoutSet
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.rebuild import Tip
@@ -150,22 +149,20 @@ class HeldTip:
         without a usable payload, `PayloadGone` if a payload was deleted; the base may be stepped in part then.
         """
         config = self._attempt.config
-        stepped = self._attempt.owners.each(
-            _stepped,
-            self.base,
-            self.open.fragment,
-            contributions,
-            read_shard,
-            config,
-            keep_average,
-            self._adapters,
-            averages,
-            entry.commit.average_codec,
+        step = partial(
+            outer_step.average_and_step,
+            aggregate=config.aggregate,
+            codec=entry.commit.average_codec,
+            keep_average=keep_average,
+            adapters=self._adapters,
+            averages=averages,
         )
-        left_out = sorted((each for _, of_rank in stepped for each in of_rank), key=lambda each: each.shard)
+        args = self.base, self.open.fragment, contributions, read_shard, config.outer
+        stepped = self._attempt.owners.each(step, *args)
+        left_out = sorted((each for of_rank in stepped for each in of_rank.left_out), key=lambda each: each.shard)
         self.hold(Tip(self.base, entry.commit.round, self.value.snapshot_round, entry.position, entry))
         self.disagreeing = summary(left_out, entry.commit.round)
-        return stepped[0][0]
+        return stepped[0].average
 
     def skip(self, entry: CommitEntry) -> None:
         """Advance the position in the commit log past `entry`, whose average is not applied: the base is unchanged."""
@@ -178,36 +175,3 @@ class HeldTip:
         self.value = tip
         self.open = self._opened(self.open.version + 1)
         self.disagreeing = ()
-
-
-def _stepped(
-    base: Base,
-    fragment: int,
-    contributions: Sequence[tuple[Contribution, int]],
-    read_shard: outer_step.ReadShard,
-    config: RunConfig,
-    keep_average: bool,
-    adapters: Sequence[AdapterPair],
-    averages: EncodedShards | None,
-    codec: str | None,
-) -> tuple[Mapping[str, torch.Tensor], list[LeftOut]]:
-    """Take an outer step in this process's shards of a base, in place. The arguments are those of `HeldTip.step`.
-
-    Returns the average by parameter name, empty unless `keep_average`, and the contributions that were left out.
-    """
-    left_out = list[LeftOut]()
-    with denormals_kept():
-        average = outer_step.average_and_step(
-            base,
-            fragment,
-            contributions,
-            read_shard,
-            config.outer,
-            aggregate=config.aggregate,
-            codec=codec,
-            keep_average=keep_average,
-            adapters=adapters,
-            left_out=left_out,
-            averages=averages,
-        )
-    return average, left_out

@@ -14,7 +14,6 @@ import torch
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer import outer_step
-from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol.check_records import DealtScore, WorkScore
 from diloco_orchestrator.protocol.records import Contribution
@@ -152,8 +151,7 @@ class WorkScores:
 
     def _stepped(self, manifest: Contribution, read: outer_step.ReadShard, outer: OuterConfig) -> Base:
         base = self._tip.base.copy()
-        with denormals_kept():
-            outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, outer)
+        outer_step.average_and_step(base, self._tip.open.fragment, [(manifest, 1)], read, outer)
         return base
 
     def _sample(self, stepped: Base) -> torch.Tensor:

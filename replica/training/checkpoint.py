@@ -33,7 +33,7 @@ class SavedState:
 
     contribution: Contribution
     optimizer: Mapping[str, Any]  # with a `StoredTensor` for each tensor
-    stateful: Mapping[str, Any]  # the large ones only; in states of version 0.2, all
+    stateful: Mapping[str, Any]  # the large ones only; in states of earlier versions, all
     local: Mapping[str, StoredTensor]  # the model's parameters as training left them; empty if they were the base
 
 
@@ -99,12 +99,12 @@ class Checkpoint:
             return None
         return SavedState(contribution, tree["optimizer"], whole_tree(tree["stateful"]), tree["local"])
 
-    def resume(self, progress: Progress | None, saved: SavedState | None) -> None:
+    def resume(self, progress: Progress | None, saved: SavedState | None, rates: str | None = None) -> None:
         """Restore the training state of an earlier attempt of this replica.
 
         The optimizer and large objects come from `saved`, a saved state, the rest from `progress`, of the newest
-        manifest. Buffers are those that this replica published last. A stateful object that is in neither starts anew,
-        with a warning.
+        manifest; but learning rates and their schedules from `rates`, unless it is None (`ResumePoint.rates`). Buffers
+        are those that this replica published last. A stateful object that is in neither starts anew, with a warning.
         """
         self._rounds.buffers.resume()
         found: set[str] = set()
@@ -112,7 +112,7 @@ class Checkpoint:
             self.load(saved)
             found |= set(saved.stateful)
         if progress is not None:
-            found |= self.small.load(progress.stateful, "this replica's newest manifest")
+            found |= self.small.load(progress.stateful, "this replica's newest manifest", rates)
             for name in sorted(set(self._stateful) - found):
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
 
@@ -155,6 +155,9 @@ class ResumePoint:
     local: Mapping[str, StoredTensor] = field(default_factory=dict)  # local parameters by name; empty: the base's
     from_base: frozenset[int] = frozenset()  # synchronised since `local` was saved: loaded from the base
     already_contributed: bool = False  # an earlier attempt has contributed to `round`
+    # Learning rates and schedules, as `SmallState` encodes them, where those of `progress` belong to a round that the
+    # base does not descend from; empty: the training function's own. None: those of `progress`.
+    rates: str | None = None
 
 
 def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, *, overlaps: bool) -> ResumePoint:
@@ -173,6 +176,9 @@ def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, 
 
     Local parameters of a contribution that is not this replica's newest response are not used: after an abstention, a
     response from a wrong base, or scores, local parameters are the base's.
+
+    In a leg that began from an earlier base the data goes on behind the rounds that were given up, so that no batch is
+    repeated; learning rates and schedules are those of the base.
     """
     open_round, leg, history = rounds.open.round, attempt.begin, rounds.history
     existing = history.of_open_round()
@@ -183,8 +189,12 @@ def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, 
         return resume_point(attempt, rounds, checkpoint, overlaps=overlaps)
     if existing is not None and existing.attempt > attempt.number:
         attempt.check_superseded()
+    rates = None
+    if newest is not None and newest.leg != leg.leg and newest.round > leg.from_round:
+        of_base = history.newest_of_line()
+        rates = of_base.progress.stateful if of_base and of_base.progress else ""
     point = ResumePoint(
-        open_round, newest.progress if newest else None, state, already_contributed=existing is not None
+        open_round, newest.progress if newest else None, state, already_contributed=existing is not None, rates=rates
     )
     if newest is not None and state is None and attempt.config.fragments > 1:
         log.warning(

@@ -3,18 +3,15 @@ starts from.
 
 Rank 0 sends a function and its arguments; each other rank runs it in a thread of its own, beside its training, and
 sends back the result. Connections and gloo process group are separate from those of training, so that shards move
-between replica and bucket while the ranks train.
+between replica and bucket while the ranks train. `rank_objects` has the objects that stay in the ranks from call to
+call.
 """
 
-import io
 import logging
 import pickle
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +19,13 @@ import torch.distributed as dist
 
 from diloco_orchestrator.allreduce.owners import Owners
 from diloco_orchestrator.outer.arithmetic import denormals_kept
+from diloco_orchestrator.replica.training.rank_objects import RankObjects
 from diloco_orchestrator.replica.training.signal_lines import SignalLines
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_Key = int | str  # of an object that every rank has of its own: the number of a call of `make`, or a name
 _Answer = tuple[Any, BaseException | None]  # of a task in one rank: its result, and the error if it raised one
 _TIMED_OUT = "Timed out waiting"  # in an error of gloo
 _SETTLE_S = 5.0  # after a rank was found to be missing: others find it at about the same time, and answer
@@ -50,9 +47,7 @@ class RankOwners(Owners):
         own: objects of which every rank has its own, by the names under which they are sent.
     """
 
-    def __init__(
-        self, rank: int, ranks: int, group: Any, lines: SignalLines | None, timeout_s: float, **own: object
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, group: Any, lines: SignalLines, timeout_s: float, **own: object) -> None:
         self.rank = rank
         self.ranks = ranks
         self._group = group
@@ -60,18 +55,7 @@ class RankOwners(Owners):
         self._timeout_s = timeout_s
         self._missing: RankMissing | None = None  # in rank 0, once a rank is: no task can be called any more
         self._one_call = threading.Lock()
-        # In rank 0, which keeps no object alive: keys by `id`. In the others: objects by key.
-        self._objects: dict[_Key, Any] = {"owners": self}
-        for name, each in own.items():
-            self._objects[name] = each
-        self._keys: dict[int, _Key] = {id(each): key for key, each in self._objects.items()}
-        self._changed = threading.Condition()
-        self._numbers = count(1)
-        # Numbers of deleted objects, each with the calls of training threads before it: in rank 0 those that the others
-        # do not know yet; in the others those that a call may still name.
-        self._dropped: deque[tuple[int, int]] = deque()
-        self._calls = 0  # of the others' training threads: sent by rank 0, or loaded here
-        self._gone: set[int] = set()  # numbers that were dropped here before their object was made
+        self.objects = RankObjects(rank, {"owners": self, **own})
         self._server = threading.Thread(target=self._serve, name="shards", daemon=True)
         if rank:
             self._server.start()
@@ -82,13 +66,13 @@ class RankOwners(Owners):
         return self._call(None, task, args)
 
     def make(self, task: Callable[..., T], *args: Any) -> T:
-        number = self.new_number()
+        number = self.objects.new_number()
         try:
             made = self._call(number, task, args)[0]
         except BaseException:  # whatever ended it: some ranks may have made theirs
-            self._dropped.append((number, self._calls))
+            self.objects.delete(number)
             raise
-        self.keep(number, made)
+        self.objects.keep(number, made)
         return made
 
     def _call(self, number: int | None, task: Callable[..., T], args: tuple[Any, ...]) -> list[T]:
@@ -96,8 +80,7 @@ class RankOwners(Owners):
         with self._one_call:
             if self._missing is not None:
                 raise RankMissing(str(self._missing))
-            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            self._send(self.dumps((dropped, number, task, args)))
+            self._lines.send(self.objects.dumps((self.objects.take_deleted(), number, task, args)))
             answers = self._answers(_answer(task, args))
         errors = {rank: error for rank, (_, error) in answers.items() if error is not None}
         for rank, error in errors.items():
@@ -119,7 +102,7 @@ class RankOwners(Owners):
         while True:
             missing = [error for _, error in found.values() if isinstance(error, RankMissing)]
             within_s = min(_SETTLE_S, self._timeout_s) if missing else None
-            if not waiting or (rank := self._first_of(waiting, within_s)) is None:
+            if not waiting or (rank := self._lines.first_of(waiting, within_s)) is None:
                 break
             waiting.remove(rank)
             answer = self._answer_of(rank)
@@ -140,30 +123,6 @@ class RankOwners(Owners):
             "stopped. See its stack in the attempt's log."
         )
 
-    def new_number(self) -> int:
-        """A number for an object that every rank is about to create; `keep` stores the object under it."""
-        return next(self._numbers)
-
-    def keep(self, number: int, made: Any) -> None:
-        """Store `made` as this rank's object of number `number`. Ranks other than 0 keep it until rank 0 drops its own.
-
-        Called in every rank.
-        """
-        if not self.rank:
-            self._keys[id(made)] = number
-            weakref.finalize(made, self._forget, id(made), number).atexit = False
-            return
-        with self._changed:
-            if number in self._gone:
-                self._gone.remove(number)
-            else:
-                self._objects[number] = made
-                self._changed.notify_all()
-
-    def _forget(self, address: int, number: int) -> None:
-        del self._keys[address]
-        self._dropped.append((number, self._calls))
-
     def close(self) -> None:
         """End the thread in which each other rank runs the functions that rank 0 sends. Called in every rank, after the
         last call.
@@ -172,9 +131,8 @@ class RankOwners(Owners):
             self._server.join()
         else:
             with self._one_call:
-                self._send(b"")
-        if self._lines is not None:
-            self._lines.close()
+                self._lines.send(b"")
+        self._lines.close()
 
     # -- in the others ---------------------------------------------------------------------------------------------
 
@@ -183,7 +141,7 @@ class RankOwners(Owners):
         with denormals_kept():
             while True:
                 try:
-                    body = self._received()
+                    body = self._lines.receive()
                 except RuntimeError as error:
                     log.debug("rank 0 has ended: %s", error)
                     return
@@ -192,23 +150,13 @@ class RankOwners(Owners):
                 self._do(body)
 
     def _do(self, body: bytes) -> None:
-        dropped, number, task, args = self.loads(body)
-        with self._changed:
-            self._dropped.extend(dropped)
-            self._drop()
+        deleted, number, task, args = self.objects.loads(body)
+        self.objects.delete_all(deleted)
         found, error = _answer(task, args)
         if number is not None and error is None:
-            self.keep(number, found)
+            self.objects.keep(number, found)
             found = None
         self._reply(found, error)
-
-    def _drop(self) -> None:
-        """Delete the objects that rank 0 has deleted, except those that a call not yet loaded here may name."""
-        for number, calls in [self._dropped.popleft() for _ in range(len(self._dropped))]:
-            if calls > self._calls:
-                self._dropped.append((number, calls))
-            elif self._objects.pop(number, None) is None:
-                self._gone.add(number)
 
     def send(self, data: torch.Tensor, to: int) -> None:
         with self._named(to):
@@ -228,63 +176,16 @@ class RankOwners(Owners):
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def dumps(self, value: Any) -> bytes:
-        """Pickle a value for the other ranks. An object of which every rank has its own is replaced by its key."""
-        file = io.BytesIO()
-        pickler = pickle.Pickler(file)
-        pickler.persistent_id = lambda each: self._keys.get(id(each))  # type: ignore[method-assign]
-        pickler.dump(value)
-        return file.getvalue()
-
-    def loads(self, data: bytes) -> Any:
-        """Unpickle a value of rank 0. A key becomes this rank's own object; blocks until this rank has made that."""
-
-        def own(key: _Key) -> Any:
-            with self._changed:
-                self._changed.wait_for(lambda: key in self._objects)
-                return self._objects[key]
-
-        unpickler = pickle.Unpickler(io.BytesIO(data))
-        unpickler.persistent_load = own  # type: ignore[method-assign]
-        return unpickler.load()
-
-    def dumps_call(self, value: Any) -> bytes:
-        """Pickle, in rank 0, a call for the training threads of the other ranks, which may come to it much later."""
-        self._calls += 1
-        return self.dumps(value)
-
-    def loads_call(self, data: bytes) -> Any:
-        """Unpickle a result of `dumps_call` in another rank's training thread: each result, in the order sent."""
-        value = self.loads(data)
-        with self._changed:
-            self._calls += 1
-            self._drop()
-        return value
-
-    def _send(self, body: bytes) -> None:
-        assert self._lines is not None, "a rank has connections to others"
-        self._lines.send(body)
-
-    def _received(self) -> bytes:
-        assert self._lines is not None, "a rank has connections to others"
-        return self._lines.receive()
-
     def _reply(self, found: Any, error: BaseException | None) -> None:
         try:
             body = pickle.dumps((found, error))
             pickle.loads(body)
         except Exception:  # an error of somebody's library, which cannot be sent
             body = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
-        self._send(body)
-
-    def _first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
-        """The one of `ranks` that has answered first, or has ended; None if there is none in `within_s` seconds."""
-        assert self._lines is not None, "rank 0 has connections to others"
-        return self._lines.first_of(ranks, within_s)
+        self._lines.send(body)
 
     def _answer_of(self, rank: int) -> _Answer | None:
         """The next answer of a rank; None if it has ended."""
-        assert self._lines is not None, "rank 0 has connections to others"
         try:
             found, error = pickle.loads(self._lines.receive(rank))
         except RuntimeError:

@@ -89,7 +89,7 @@ class Ranks:
 
         `host`: name or address by which all ranks reach rank 0's machine. `timeout_s`: the limit of a collective, in
         seconds. `own`: objects of which every rank has its own, by name, such as its connection to the bucket
-        (`RankOwners`).
+        (`RankObjects`).
         """
         data, shards = (dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) for _ in range(2))
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -139,11 +139,11 @@ class Ranks:
     def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
         """In rank 0: make all other ranks call the method `name` with these arguments, as this rank is about to.
 
-        Objects of which every rank has its own are replaced by that (`RankOwners`). `number`: under which each keeps
+        Objects of which every rank has its own are replaced by that (`RankObjects`). `number`: under which each keeps
         the result.
         """
         if self._owners is not None and self._lines is not None:
-            body = self._owners.dumps_call((name, tuple(args), number))
+            body = self._owners.objects.dumps_call((name, tuple(args), number))
             self._lines.send(_HEADER.pack(CALL, 0, 0) + body)
 
     def next_signal(self) -> Signal:
@@ -153,7 +153,7 @@ class Ranks:
         kind, first, second = _HEADER.unpack_from(message)
         if kind != CALL:
             return Signal(kind, first, second)
-        return Signal(kind, first, second, self._owners.loads_call(message[_HEADER.size :]))
+        return Signal(kind, first, second, self._owners.objects.loads_call(message[_HEADER.size :]))
 
     def kept(self, number: int | None, made: T) -> T:
         """Store `made` in this rank under `number`, by which later calls from rank 0 name it in every rank.
@@ -161,12 +161,12 @@ class Ranks:
         Stores nothing if `number` is None. Returns `made`.
         """
         if self._owners is not None and number is not None:
-            self._owners.keep(number, made)
+            self._owners.objects.keep(number, made)
         return made
 
     def new_number(self) -> int | None:
         """In rank 0: a number for an object that every rank is about to make; None for a single rank."""
-        return None if self._owners is None else self._owners.new_number()
+        return None if self._owners is None else self._owners.objects.new_number()
 
     # -- objects and bytes -----------------------------------------------------------------------------------------
 

@@ -378,7 +378,7 @@ class TrainingSession:
 
     def _continue_from(self, point: ResumePoint) -> None:
         """Load the saved state at `point`: data cursor, generators, counters, optimizer, buffers, parameters."""
-        self._checkpoint.resume(point.progress, point.state)
+        self._checkpoint.resume(point.progress, point.state, point.rates)
         self._position.continue_from(point.progress)
         if point.round < self.round:
             self._rounds.reopen(point.round)

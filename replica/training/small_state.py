@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -70,22 +71,22 @@ class SmallState:
         """The states of the user's objects that are too large for manifests, by name."""
         return dict(self._states(small=False))
 
-    def load(self, text: str, where: str) -> set[str]:
+    def load(self, text: str, where: str, rates: str | None = None) -> set[str]:
         """Load a result of `encode`; returns the names of the objects in it. `where`: names the manifest in errors.
 
-        Raises `RecordInvalid` for any other text.
+        `rates`: unless None, another result, from which hyperparameters and torch's learning-rate schedules are taken;
+        empty: these stay as they are. Raises `RecordInvalid` for any other text.
         """
         if not text:
             return set()  # a manifest of an earlier version
-        try:
-            data = zlib.decompress(base64.b64decode(text, validate=True))
-        except (ValueError, zlib.error) as error:
-            raise RecordInvalid(f"the small state in {where} cannot be decoded ({error}): it was changed.") from None
-        tree = unpack([data], where)
+        tree = _decode(text, where)
+        of_rates = tree if rates is None else _decode(rates, where) if rates else {_OBJECTS: {}}
         for name, each in self._stateful.items():
-            if name in tree[_OBJECTS]:
-                each.load_state_dict(tree[_OBJECTS][name])
-        self.set_hyperparameters(tree[_GROUPS])
+            states = (of_rates if isinstance(each, LRScheduler) else tree)[_OBJECTS]
+            if name in states:
+                each.load_state_dict(states[name])
+        if _GROUPS in of_rates:
+            self.set_hyperparameters(of_rates[_GROUPS])
         return set(tree[_OBJECTS])
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -117,6 +118,15 @@ class SmallState:
             state = each.state_dict()
             if (_size(state) <= LIMIT) is small:
                 yield name, state
+
+
+def _decode(text: str, where: str) -> dict[str, Any]:
+    try:
+        data = zlib.decompress(base64.b64decode(text, validate=True))
+    except (ValueError, zlib.error) as error:
+        raise RecordInvalid(f"the small state in {where} cannot be decoded ({error}): it was changed.") from None
+    tree: dict[str, Any] = unpack([data], where)
+    return tree
 
 
 def _is_plain(value: Any) -> bool:

@@ -291,15 +291,22 @@ def test_halt_and_resume_say_what_they_cannot_do(finished):
     assert done.returncode == 2 and "has ended already (completed" in done.stderr
     done = diloco_here("resume", "bucket", cwd=finished)
     assert done.returncode == 2 and "Say how many more" in done.stderr
+    done = diloco_here("resume", "bucket", "--codec", "int4", cwd=finished)
+    assert done.returncode == 2 and "--codec: a resume cannot change that setting" in done.stderr
+    done = diloco_here("resume", "bucket", "--rounds", "1", "--replicas", "5", cwd=finished)
+    assert done.returncode == 2 and "was launched with 2 replicas, no max_replicas" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_from_the_command_line(finished):
     options = ["--rounds", "1", "--replicas", "1", "--sync-every", "2"]
-    assert diloco("run", "my_train:train", "--store", "more", *options, cwd=finished).returncode == 0
-    done = diloco("resume", "more", "--rounds", "1", "--why", "one more", cwd=finished)
+    started = diloco("run", "my_train:train", "--store", "more", "--arg", "width=3", *options, cwd=finished)
+    assert started.returncode == 0
+    other = ["--outer-lr", "0.25", "--arg", "width=4"]
+    done = diloco("resume", "more", "--rounds", "1", "--why", "one more", *other, cwd=finished)
     assert done.returncode == 0, done.stderr
-    assert json.loads((finished / "more" / "legs/2/begin.json").read_text())["why"] == "one more"
+    begin = json.loads((finished / "more" / "legs/2/begin.json").read_text())
+    assert begin["why"] == "one more" and begin["settings"] == {"outer.lr": 0.25, "args.width": 4}
     done = diloco("attach", "more", "--json", cwd=finished)
     assert done.returncode == 0 and json.loads(done.stdout)["outer_steps"] == 2
 

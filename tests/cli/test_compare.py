@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_support import ROOT, diloco_here
+from guarded_legs import STAMP, fleet_of, scoring
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator import open_store
@@ -18,6 +19,8 @@ from diloco_orchestrator.inspection.comparison import Comparison, compare
 from diloco_orchestrator.inspection.costs import LegCost, Spent
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.records import Metric
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 
 KEPT = ROOT / "tests/fixtures/kept_runs/runs.tar.xz"
 
@@ -40,6 +43,15 @@ def read(*urls: Path) -> Comparison:
     return compare([str(url) for url in urls], lambda url: RunReader(open_store(url)))
 
 
+def test_a_run_that_was_resumed_after_a_halt_by_the_guard_says_so():
+    fleet, _ = fleet_of([0.1, 0.5, 0.9, 0.3], last_drifts=True)
+    log = RunLog(fleet.store)
+    begin_next_leg(log, rounds=1, from_round=None, by="test", why="", stamp=STAMP, override_guard="it was wrong")
+    scoring(fleet, fleet.join_all(), [0.8])
+    (run,) = compare(["run"], lambda url: RunReader(fleet.store)).runs
+    assert run.verdict == "stopped it in round 4; resumed since"
+
+
 def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tmp_path):
     told = diloco_here("compare", str(runs / "voted"), str(runs / "joined"), cwd=tmp_path)
     assert told.returncode == 0, told.stderr
@@ -51,7 +63,7 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     assert rows["tokens"] == ["496", "88"]
     assert rows["took"] == ["1 min 18 s", "16 s"]
     assert rows["payload moved"][0] == "7.2 kB"
-    assert rows["guard"] == ["did not stop it"] * 2
+    assert rows["guard"] == ["stopped it in round 6; resumed since", "did not stop it"]
     assert rows["machines"] == ["5 x AMD EPYC, 1 thread", "2 x AMD EPYC, 1 thread"]
     assert rows["codec"] == ["fp32", "bf16"]
     assert rows["args.odd"] == ["2", "-"]

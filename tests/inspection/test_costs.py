@@ -6,7 +6,7 @@ from scripted import STAMP, CountingStore, Scene
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import StoreUnavailable
-from diloco_orchestrator.inspection.costs import AttemptCost, LegCost, end_forecast, forecast, leg_cost
+from diloco_orchestrator.inspection.costs import AttemptCost, EndForecast, LegCost, end_forecast, forecast, leg_cost
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat
@@ -252,9 +252,10 @@ def test_the_forecast_goes_on_as_the_last_rounds_did():
     spent = LegCost(1.0, 4.0, 0, rate_usd=2.0)
     steady = end_forecast(spent, [1000.0, 1100.0, 1200.0, 1300.0], steps_left=36)
     assert steady is not None and (steady.hours, steady.usd) == (1.0, 6.0)
-    assert steady.words() == "about 1.0 h to the end, $6.00 in all"
+    assert steady.words() == "about 1 h 0 min to the end, $6.00 in all"
     stalled = end_forecast(spent, [0.0, 5000.0, 5100.0, 5200.0, 9000.0, 9100.0], steps_left=36)
     assert stalled is not None and stalled.hours == 1.0  # neither the start nor one long wait counts
     assert end_forecast(spent, [0.0, 100.0], 36) is None
     unpriced = end_forecast(LegCost(1.0, None, 2), [0.0, 1.0, 2.0], 3600)
-    assert unpriced is not None and unpriced.usd is None and unpriced.words() == "about 1.0 h to the end"
+    assert unpriced is not None and unpriced.usd is None and unpriced.words() == "about 1 h 0 min to the end"
+    assert EndForecast(0.011, None).words() == "about 40 s to the end"

@@ -9,12 +9,16 @@ from protocol_fleet import BY_HAND, Fleet, tiny_model
 from sessions import Counted, constant_steps, context_of
 
 from diloco_orchestrator.codecs.table import Encoded
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.rebuild import rebuild
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 
 NAN = float("nan")
+STAMP = Stamp("test", lambda: 0.0)
 
 
 def payload(fleet: Fleet, round_: int, replica_id: int = 0) -> torch.Tensor:
@@ -83,6 +87,58 @@ def test_learning_rates_go_on_after_an_abstention_though_the_state_of_the_round_
             optimizer.step()
             schedule.step()
     assert applied(fleet)[:3] == [True, False, True] and rates == [0.5**step for step in range(8)]
+
+
+# -- in a leg that begins from an earlier base ------------------------------------------------------------------------
+
+
+class Position:
+    """A stateful object that is no schedule."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def rates_of_a_leg(fleet: Fleet) -> tuple[list[tuple[int, float]], list[int], int]:
+    """Trains until the leg's end: (`step_count`, learning rate) of each step, the batches, and the other object."""
+    model, position = tiny_model(), Position()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates, batches = [], []
+    with context_of(fleet, 0).attach(model, optimizer, stateful={"schedule": schedule, "own": position}) as session:
+        for batch in session.batches(Counted()):
+            batches.append(batch)
+            rates.append((session.step_count, optimizer.param_groups[0]["lr"]))
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01)
+            optimizer.step()
+            schedule.step()
+            position.value += 1
+    return rates, batches, position.value
+
+
+@pytest.mark.parametrize(("from_round", "steps"), [(1, range(2, 6)), (0, range(4)), (None, range(6, 10))])
+def test_a_leg_from_an_earlier_base_has_that_bases_learning_rates_and_goes_on_with_the_data(from_round, steps):
+    fleet = Fleet(replicas=1, rounds=3, sync_every=2, quorum=1)
+    rates_of_a_leg(fleet)
+    begin_next_leg(RunLog(fleet.store), rounds=2, from_round=from_round, by="test", why="", stamp=STAMP)
+    rates, batches, position = rates_of_a_leg(fleet)
+    assert rates == [(step, 0.5**step) for step in steps]
+    assert batches == [6, 7, 8, 9] and position == 10
+
+
+def test_a_replica_without_a_contribution_to_that_base_has_the_learning_rates_of_its_last_one_before():
+    fleet = Fleet(replicas=1, rounds=4, sync_every=2, quorum=1, snapshot_every=2)
+    rates_of_a_leg(fleet)
+    fleet.store.delete(keys.contribution(2, 0))
+    begin_next_leg(RunLog(fleet.store), rounds=1, from_round=2, by="test", why="", stamp=STAMP)
+    assert rates_of_a_leg(fleet)[0] == [(4, 0.5**2), (5, 0.5**3)]
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------------------

@@ -35,10 +35,13 @@ class Bucket:
     newest: Contribution | None = None
     existing: Contribution | None = None  # in the open round
     state: SavedState | None = None
+    of_line: Contribution | None = None
     fragments: int = 2
 
     def point(self, overlaps: bool = False) -> ResumePoint:
-        history = SimpleNamespace(newest=lambda: self.newest, of_open_round=lambda: self.existing)
+        history = SimpleNamespace(
+            newest=lambda: self.newest, of_open_round=lambda: self.existing, newest_of_line=lambda: self.of_line
+        )
         attempt = SimpleNamespace(
             number=2,
             begin=SimpleNamespace(leg=LEG, from_round=FROM_ROUND),
@@ -92,7 +95,7 @@ def test_with_a_delay_or_alpha_the_round_before_is_opened_again():
 def test_the_round_before_is_not_opened_again_in_another_leg():
     state = saved(OPEN - 1, leg=LEG - 1)
     point = Bucket(newest=state.contribution, state=state).point(overlaps=True)
-    assert point == ResumePoint(OPEN, PROGRESS, state, LOCAL, frozenset({1}))
+    assert point == ResumePoint(OPEN, PROGRESS, state, LOCAL, frozenset({1}), rates="")
 
 
 def test_local_parameters_of_rounds_ago_are_left_aside():

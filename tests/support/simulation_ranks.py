@@ -18,6 +18,7 @@ from diloco_orchestrator.protocol.launched import Launched, settings_sha256
 from replica.attempt.attempt import Attempt, adopted_attempt
 from replica.process.rank_processes import RankState, ending_of
 from replica.process.run_attempt import Ending, call_entrypoint
+from replica.training.rank_objects import RankObjects
 from replica.training.rank_owners import RankOwners
 from replica.training.ranks import CALL, Ranks, Signal
 
@@ -77,15 +78,44 @@ class _Turns:
         pass
 
 
+@dataclass
+class _Lines:
+    """`SignalLines` over a `Wire`, for calls to the threads of shards."""
+
+    rank: int
+    ranks: int
+    wire: Wire
+    clock: VirtualClock
+
+    def send(self, body: bytes) -> None:
+        for rank in [0] if self.rank else range(1, self.ranks):
+            self.wire.send("shards", self.rank, rank, body)
+
+    def receive(self, rank: int = 0) -> bytes:
+        body: bytes = self.wire.receive(self.clock, "shards", rank, self.rank)
+        return body
+
+    def first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
+        since, pause_s = self.clock.now(), _POLLS_S[0]
+        while within_s is None or self.clock.now() - since < within_s:
+            for rank in sorted(ranks):
+                if self.wire.queues["shards", rank, 0] or self.wire.is_gone(rank):
+                    return rank
+            self.clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLLS_S[1])
+        return None
+
+
 class SimOwners(RankOwners):
     """`RankOwners` over a `Wire`, whose other ranks serve in a virtual thread."""
 
     def __init__(self, rank: int, ranks: int, wire: Wire, clock: VirtualClock, **own: object) -> None:
-        # As rank 0, which starts no real thread.
-        super().__init__(0, ranks, None, None, wire.timeout_s, clock=clock, **own)
+        lines: Any = _Lines(rank, ranks, wire, clock)
+        super().__init__(0, ranks, None, lines, wire.timeout_s)  # as rank 0, which starts no real thread
         self.rank, self._wire, self._clock = rank, wire, clock
+        self.objects = RankObjects(rank, {"owners": self, "clock": clock, **own})
         self._one_call = _Turns(clock, excludes=True)  # type: ignore[assignment]
-        self._changed = _Turns(clock, excludes=False)  # type: ignore[assignment]
+        self.objects._changed = _Turns(clock, excludes=False)  # type: ignore[assignment]
         if rank:
             clock.world.spawn(f"{clock.process.name} shards", lambda _: self._serve(), owner=clock.process)
 
@@ -98,31 +128,6 @@ class SimOwners(RankOwners):
     def receive(self, data: torch.Tensor, source: int) -> None:
         with self._named(source):
             data.copy_(self._wire.receive(self._clock, "tensors", source, self.rank))
-
-    def _send(self, body: bytes) -> None:
-        for rank in [0] if self.rank else range(1, self.ranks):
-            self._wire.send("shards", self.rank, rank, body)
-
-    def _received(self) -> bytes:
-        body: bytes = self._wire.receive(self._clock, "shards", 0, self.rank)
-        return body
-
-    def _first_of(self, ranks: Collection[int], within_s: float | None) -> int | None:
-        since, pause_s = self._clock.now(), _POLLS_S[0]
-        while within_s is None or self._clock.now() - since < within_s:
-            for rank in sorted(ranks):
-                if self._wire.queues["shards", rank, 0] or self._wire.is_gone(rank):
-                    return rank
-            self._clock.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLLS_S[1])
-        return None
-
-    def _answer_of(self, rank: int) -> tuple[Any, BaseException | None] | None:
-        try:
-            found, error = pickle.loads(self._wire.receive(self._clock, "shards", rank, 0))
-        except RuntimeError:
-            return None
-        return found, error
 
 
 class SimRanks(Ranks):
@@ -140,12 +145,12 @@ class SimRanks(Ranks):
 
     def signal_call(self, name: str, args: Sequence[Any], number: int | None = None) -> None:
         assert self._owners is not None
-        self._tell(self._owners.dumps_call((name, tuple(args), number)))
+        self._tell(self._owners.objects.dumps_call((name, tuple(args), number)))
 
     def next_signal(self) -> Signal:
         said = self._wire.receive(self._clock, "calls", 0, self.rank)
         assert self._owners is not None
-        return Signal(CALL, 0, 0, self._owners.loads_call(said)) if isinstance(said, bytes) else Signal(*said)
+        return Signal(CALL, 0, 0, self._owners.objects.loads_call(said)) if isinstance(said, bytes) else Signal(*said)
 
     def _tell(self, said: Any) -> None:
         for rank in range(1, self.ranks):

@@ -11,7 +11,6 @@ from diloco_orchestrator.errors import DilocoError
 from diloco_orchestrator.inspection.verify.findings import Differs, Verification
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.adapter_products import merged
-from diloco_orchestrator.outer.arithmetic import denormals_kept
 from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Commit, Contribution, Snapshot
@@ -45,17 +44,16 @@ class Tensors:
         `named`: (manifest, weight) of the contributions that it averages. `read`: (manifest, shard index) -> bytes.
         """
         config = self._log.configs.of(commit.leg)
-        with denormals_kept():
-            outer_step.average_and_step(
-                base,
-                commit.fragment,
-                named,
-                read,
-                config.outer,
-                aggregate=config.aggregate,
-                codec=commit.average_codec,
-                adapters=start.adapters,
-            )
+        outer_step.average_and_step(
+            base,
+            commit.fragment,
+            named,
+            read,
+            config.outer,
+            aggregate=config.aggregate,
+            codec=commit.average_codec,
+            adapters=start.adapters,
+        )
 
     def base(self, round_: int, take: str, record: Snapshot, start: Start) -> Base:
         """The base in a version of a snapshot with this record, after checking every file.
