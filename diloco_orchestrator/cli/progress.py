@@ -107,7 +107,8 @@ def _summarise(result: RunResult, console: Console) -> None:
     say(console, f"snapshot: {result.snapshot}")
     say(console, f"model:    {result.model.words()}")
     say(console, f"head:     {result.head}")
-    say(console, f"look at it: diloco status {quote(result.url)}")
+    how = "look at it: diloco status" if result.status == "completed" else "why, and how to go on: diloco explain"
+    say(console, f"{how} {quote(result.url)}")
 
 
 def say(console: Console, *parts: Any) -> None:

@@ -88,7 +88,7 @@ _ERRORS = {
     ),
     "ModelMismatch": ("it trains another model or scores another held-out set", "make all replicas alike"),
     "PayloadCorrupt": ("an object in the bucket is not what its record promises", "run `diloco verify`"),
-    "ConfigError": ("an argument or setting cannot be used", "mend it as the message says, and launch again"),
+    "ConfigError": ("an argument or setting cannot be used", "mend it as the message says"),
     "StoreDenied": ("the bucket refuses its credentials", "check them on the replica's machine"),
     "StoreFull": ("there is no room left in the bucket or on the disk", "make room, then resume"),
     "WorkloadEndedEarly": (

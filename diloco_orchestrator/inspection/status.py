@@ -84,6 +84,7 @@ class ReplicaRow:
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
     ranks: int = 1  # its processes, which train one model
+    ended_after: int = 0  # the last round whose commit it had followed when it ended, often later than `round`
 
     def words(self) -> str:
         """The replica's state as text, and before it trains the reason why it does not yet."""
@@ -392,6 +393,7 @@ class RunReader:
             moved_at=max((record.at for record in (beat, intent, ended, waiting) if record is not None), default=0.0),
             waits_for=waiting.reason if waiting else "",
             ranks=ranks,
+            ended_after=ended.round if ended else 0,
         )
 
     def _attempt(self, replica_id: int, attempt: int) -> AttemptRow:

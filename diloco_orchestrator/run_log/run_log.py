@@ -81,15 +81,17 @@ class RunLog(LegRecords):
         return self.starts.chosen() or self.start_of_commits()
 
     def start_of_commits(self) -> Entry[Start] | None:
-        """The start record that the first commit names, if a launched replica has adopted it; None before a commit.
+        """The start record that the first commit names, if a quorum of launched replicas has adopted it; else None.
 
         From then on it is the run's, whatever those say who come later: replicas beyond those that the run began with
-        may be the first to train. Anybody may have put an object at that key: that nobody launched has adopted what it
-        names shows it. Costs a GET, where a launched replica has adopted any.
+        may be the first to train. Fewer than a quorum close no round, so one replica that creates an object at that key
+        chooses no first base where a round needs two. Costs a GET, where as many have adopted any.
         """
-        followed = self.starts.followed
-        first = self.commit(1) if followed else None
-        return self.starts.entry(first.written.previous) if first and first.written.previous in followed else None
+        adopted = {
+            sha256 for sha256, count in self.starts.followed.items() if count >= self.run.config.contributions_needed
+        }
+        first = self.commit(1) if adopted else None
+        return self.starts.entry(first.written.previous) if first and first.written.previous in adopted else None
 
     def commit(self, round_: int) -> CommitEntry | None:
         """The commit of a round, or None while the round is open. Neither its content nor its link is checked."""
