@@ -350,7 +350,7 @@ def why_still(status: RunStatus, now: float) -> list[str]:
 
 
 def go_on(status: RunStatus) -> str:
-    """What to do about a run on which no process works, without a full stop, for a terminal."""
+    """Advice for a run on which no process works, in one line without a full stop."""
     if status.false_end:
         return f"To learn what was changed: `diloco verify {quote(status.url)}`"
     return f"To go on: `diloco attach {quote(status.url)}`"
