@@ -488,8 +488,11 @@ def config_of_leg(config: RunConfig, change: Mapping[str, JsonValue], *, guard: 
                 "data and held-out items are dealt over these. Fewer take part by themselves while quorum is met; "
                 "for more, begin a new run from the model that `diloco pull` copies."
             )
+        if name.startswith("args.") and not config.args:
+            raise ConfigError(f"{name}: the run was launched without arguments, and a leg changes no others.")
         if name not in names:
-            raise ConfigError(unknown_name("setting that a leg may change", name, names))
+            near = [each for each in names if each.startswith("args.") is name.startswith("args.")]
+            raise ConfigError(unknown_name("setting that a leg may change", name, near))
     made = make_config(changed(config, change))
     if bool(made.outer.momentum) != bool(config.outer.momentum):
         raise ConfigError(

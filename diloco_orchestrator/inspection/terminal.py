@@ -241,7 +241,10 @@ class PlainLines:
         if not self._rounds and before > 0:  # a run that somebody began to watch later
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
         for row in status.rounds[self._rounds or max(before, 0) :]:
-            self._print(round_line(row, status.outer_steps))
+            # Why the run has stopped is printed below its rounds by whoever shows it.
+            self._print(round_line(row, status.outer_steps, known=status.reason if row.stop != "none" else ""))
+        if not self._rounds and _is_unscored(status):
+            self._print(_UNSCORED)
         self._rounds = len(status.rounds)
 
     def _print(self, line: str) -> None:
@@ -255,11 +258,18 @@ def _furthest_from_training(status: RunStatus) -> list[tuple[Sequence[int], str]
     return grouped((each.replica_id, each.words()) for each in alive if each.state == _BEFORE_TRAINING[last])
 
 
+_UNSCORED = "no held-out score is taken: the kill-switch is off"
+
+
+def _is_unscored(status: RunStatus) -> bool:
+    return bool(status.rounds) and all(row.heldout is None for row in status.rounds)
+
+
 _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")
 
 
-def round_line(row: RoundRow, outer_steps: int) -> str:
-    """A round as one line of text: metrics, bytes moved, seconds, what is unusual.
+def round_line(row: RoundRow, outer_steps: int, known: str = "") -> str:
+    """A round as one line of text: metrics, bytes moved, seconds, and unless it is `known`, what is unusual.
 
     `outer_steps`: with which the newest leg ends; a leg that was given up may have taken more.
     """
@@ -272,7 +282,8 @@ def round_line(row: RoundRow, outer_steps: int) -> str:
     if nearest is not None and nearest.share > 0:
         parts.append(f"guard: {nearest.name} {nearest.value:.3g} of {nearest.threshold:g}")
     parts += [f"up {megabytes(row.bytes_up)}, down {megabytes(row.bytes_down)}", f"{row.train_s:.1f} s"]
-    return "  ".join(parts) + (f"  ({row.remark()})" if row.remark() else "")
+    remark = row.remark()
+    return "  ".join(parts) + (f"  ({remark})" if remark and remark != known else "")
 
 
 def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> RenderableType:
@@ -288,6 +299,7 @@ def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> Rende
         parts += (
             [Text(f"the guard {status.outlook}", style="dim")] if status.outlook and status.state == "running" else []
         )
+    parts += [Text(), Text(_UNSCORED, style="dim")] if _is_unscored(status) else []
     if status.rounds:
         parts += [Text(), _rounds_table(status, rounds)]
     return Group(*parts)
@@ -392,8 +404,8 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
         table.add_row(
             f"{replica.replica_id}" + (f" ({replica.ranks} ranks)" if replica.ranks > 1 else ""),
             str(replica.attempt),
-            str(replica.round or "-"),
-            str(replica.inner_step),
+            str(max(replica.round, replica.ended_after) or "-"),
+            str(replica.inner_step) if replica.round >= replica.ended_after else "-",
             _number(replica.loss),
             replica.words(),
         )

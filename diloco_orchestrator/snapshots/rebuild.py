@@ -98,7 +98,7 @@ def rebuild(
         for entry in _commits(run_log, way):
             if entry.commit.applied:
                 owners.each(take_step, base, _logged(run_log, entry, reader), start.adapters, reader)
-                log.info("rebuilt round %d", entry.commit.round)
+                log.info("the base after round %d is rebuilt from the bucket", entry.commit.round)
                 tip = replace(tip, base_round=entry.commit.round)
             tip = replace(tip, position=entry.position, last=entry)
         leg = way.legs[-1][0]

@@ -33,7 +33,7 @@ class SavedState:
 
     contribution: Contribution
     optimizer: Mapping[str, Any]  # with a `StoredTensor` for each tensor
-    stateful: Mapping[str, Any]  # the large ones only; in states of version 0.2, all
+    stateful: Mapping[str, Any]  # the large ones only; in states of earlier versions, all
     local: Mapping[str, StoredTensor]  # the model's parameters as training left them; empty if they were the base
 
 

@@ -18,7 +18,7 @@ from diloco_orchestrator.inspection.logs import LogLine
 from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, live_panel, overview, round_line
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Exit
+from diloco_orchestrator.protocol.attempt_records import Exit, Heartbeat
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
@@ -113,6 +113,45 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
         heads = [line.split() for line in shown.splitlines() if line.startswith(("round ", "replica "))]
         assert all(metric in words for words in heads) and len(heads) == 2
         assert shown.count("the guard fired") == 1 and "halted" in shown
+
+
+def test_a_run_without_held_out_scores_says_that_the_kill_switch_is_off(failed: tuple[RunStatus, RunStatus]):
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
+    for heldout, count in ((None, 1), (0.5, 0)):
+        status = replace(failed[0], rounds=[replace(row, heldout=heldout)])
+        out = StringIO()
+        console = Console(file=out, width=200)
+        console.print(overview(status, 10))
+        assert out.getvalue().count("the kill-switch is off") == count
+        lines = PlainLines(console)
+        lines.show(status)
+        lines.show(replace(status, rounds=status.rounds * 2))
+        assert out.getvalue().count("the kill-switch is off") == 2 * count
+
+
+def test_the_reason_of_a_stop_is_left_to_the_line_below_the_rounds(failed: tuple[RunStatus, RunStatus]):
+    row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW, "reason": "the guard fired"})
+    for of_the_run, count in (("the guard fired", 0), ("a later leg's", 1)):
+        out = StringIO()
+        PlainLines(Console(file=out, width=200)).show(replace(failed[0], rounds=[row], reason=of_the_run))
+        assert "outer step" in out.getvalue() and out.getvalue().count("the guard fired") == count
+
+
+def test_an_attempt_that_ended_is_shown_in_the_last_round_that_it_followed():
+    scene = Scene()
+    scene.coordinator().step()
+    beat = Heartbeat(**STAMP(), replica_id=0, attempt=1, counter=3, phase="training", round=2, inner_step=7)
+    scene.fleet.store.put(keys.heartbeat(0, 1), beat.to_bytes())
+
+    def shown() -> list[str]:
+        out = StringIO()
+        Console(file=out, width=200).print(overview(RunReader(scene.fleet.store).status(), 10))
+        return next(words for line in out.getvalue().splitlines() if (words := line.split())[:2] == ["0", "1"])
+
+    assert shown() == ["0", "1", "2", "7", "-", "training"]
+    record = Exit(**STAMP(), replica_id=0, attempt=1, code=0, reason="the run ended", round=5)
+    scene.fleet.store.create(keys.exit_record(0, 1), record.to_bytes())
+    assert shown() == ["0", "1", "5", "-", "-", "ended:", "the", "run", "ended"]
 
 
 def test_a_round_of_a_leg_that_was_given_up_is_not_counted_in_the_steps_of_the_newest_one():

@@ -117,6 +117,7 @@ def test_the_settings_of_a_leg_last_until_another_leg_changes_them():
         ({"outer.lrr": 0.5}, "setting that a leg may change 'outer.lrr': did you mean 'outer.lr'?"),
         ({"args.temprature": 0.5}, "did you mean 'args.temperature'?"),
         ({"sync_every": 5}, "setting that a leg may change 'sync_every'"),
+        ({"replicas": 5}, "was launched with 2 replicas, no max_replicas"),
         ({"outer.lr": -1}, "setting 'outer.lr' = -1"),
         ({"outer.momentum": 0}, "switch momentum neither on nor off"),
         ({"guard.threshold": 99.0}, "a guard that loosens itself guards nothing"),
