@@ -199,7 +199,7 @@ def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, 
     unsaved = history.newest_delta()
     if unsaved is not None and unsaved.state is None and not rounds.open.final_evaluation:
         log.warning(
-            "the inner optimizer begins anew: no state was saved with this replica's newest contribution, that of round "
+            "the inner optimizer begins anew: no state was saved with this replica's newest contribution, to round "
             '%d. replica_state="round" saves one every time.',
             unsaved.round,
         )

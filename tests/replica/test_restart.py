@@ -229,7 +229,7 @@ def test_a_replica_whose_optimizer_begins_anew_logs_it(killed_at, settings, anew
     killed_and_restarted(killed_at, **settings)
     said = [line for line in caplog.messages if line.startswith("the inner optimizer begins anew: ")]
     assert len(said) == len(anew) and all(
-        f"of round {round_}. " in line for round_, line in zip(anew, said, strict=True)
+        f"to round {round_}. " in line for round_, line in zip(anew, said, strict=True)
     )
 
 
