@@ -12,7 +12,7 @@ from diloco_orchestrator.cli.shared import EXIT_COMPLETED, EXIT_FAILED, EXIT_HAL
 from diloco_orchestrator.clock import Clock, SystemClock
 from diloco_orchestrator.errors import RunFailed
 from diloco_orchestrator.guard import CollapseStopError
-from diloco_orchestrator.inspection.explain import why_still
+from diloco_orchestrator.inspection.explain import go_on, why_still
 from diloco_orchestrator.inspection.status import RunReader, RunStatus
 from diloco_orchestrator.inspection.terminal import Console, display_for, lasting, log_to
 from diloco_orchestrator.launching.run import Run, RunResult
@@ -78,7 +78,7 @@ def watch_until_stopped(store: Store, *, as_json: bool, clock: Clock | None = No
                 trusts_at = clock.now() + status.hung_after_s
             still = why_still(status, clock.wall_time()) if clock.now() >= trusts_at else []
             if still and not said:
-                say(console, "\n".join([*still, f"To go on: diloco attach {quote(status.url)}"]))
+                say(console, "\n".join([*still, go_on(status)]))
             said = bool(still)
             clock.sleep(_POLL_S)
         seen.forget()

@@ -43,7 +43,7 @@ def status(url: str, as_json: bool) -> None:
     from shlex import quote
 
     from diloco_orchestrator.clock import SystemClock, ThreadBackground
-    from diloco_orchestrator.inspection.explain import why_still
+    from diloco_orchestrator.inspection.explain import go_on, why_still
     from diloco_orchestrator.inspection.passed_over import passed_over
     from diloco_orchestrator.inspection.terminal import Console, overview
     from diloco_orchestrator.run_log.launched_here import failure_seen_here
@@ -56,11 +56,10 @@ def status(url: str, as_json: bool) -> None:
         echo(json.dumps(found.to_json()))
         return
     still = why_still(found, SystemClock().wall_time())
-    go_on = [f"To go on: diloco attach {quote(found.url)}"] if still else []
     console = Console()
     if console.width < _NARROWEST:
         console.width = _NARROWEST
-    console.print(overview(found, rounds=20, still=[*still, *go_on]))
+    console.print(overview(found, rounds=20, still=[*still, go_on(found)] if still else []))
     if failure := failure_seen_here(reader.store):
         console.print(f"supervision on this machine ended: {failure} `diloco attach {quote(url)}` goes on.")
 

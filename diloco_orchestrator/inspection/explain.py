@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Any
 
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
@@ -102,7 +103,7 @@ class Explanation:
     """The state of a run as sentences: what happened, why, and what to do."""
 
     # going on, nobody works on it, completed, halted by the guard, paused by the guard, halted on request, at its
-    # limit, failed, records are missing
+    # limit, failed, records are missing, records disagree
     kind: str
     what: str  # the state and where the run is
     why: list[str]  # sentences
@@ -152,9 +153,16 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
     at = quote(status.url)
     resume = f"`diloco resume {at}`"
     scores = [*_scores(status.rounds, best), *_judged(status.rounds)]
+    if still and status.false_end:
+        todo = [
+            f"`diloco verify {at}` names what was changed.",
+            "Restore it, as it was (in a bucket with versions). `diloco attach` would go on where the commits that are "
+            f"there end: do that only if {keys.result(status.leg)} is the false one.",
+        ]
+        return Explanation("records disagree", what, [*still, *scores], todo, statistics)
     if still:
         todo = [
-            f"To go on: `diloco attach {at}`, which launches what is missing and supervises it.",
+            f"{go_on(status)}, which launches what is missing and supervises it.",
             "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "
             "trace in the bucket.",
         ]
@@ -331,12 +339,21 @@ def why_still(status: RunStatus, now: float) -> list[str]:
     """Sentences about a run on which no process works; empty for any other."""
     if not (age_s := still_s(status, now)):
         return []
-    first = (
-        f"Nobody works on this run any more, as far as the bucket shows: no heartbeat moved and no record came for "
-        f"{_duration(age_s)} (the newest stamp in it against this machine's clock), and the leg has no result."
+    silent = (
+        f"no heartbeat moved and no record came for {_duration(age_s)} (the newest stamp in it against this machine's "
+        "clock)"
     )
+    first = f"Nobody works on this run any more, as far as the bucket shows: {silent}"
+    first = f"{first}. {_sentence(status.false_end)}" if status.false_end else f"{first}, and the leg has no result."
     said = [(each.replica_id, _of_replica(each)) for each in status.replicas]
     return [first, *(f"{replicas(ids).capitalize()}: {words}." for ids, words in grouped(said))]
+
+
+def go_on(status: RunStatus) -> str:
+    """Advice for a run on which no process works, in one line without a full stop."""
+    if status.false_end:
+        return f"To learn what was changed: `diloco verify {quote(status.url)}`"
+    return f"To go on: `diloco attach {quote(status.url)}`"
 
 
 def _of_replica(replica: ReplicaRow) -> str:

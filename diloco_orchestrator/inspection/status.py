@@ -80,6 +80,7 @@ class ReplicaRow:
     exit_code: int | None
     error: str | None
     why: str = ""  # why the attempt was launched: how the one before it ended
+    false_end: str = ""  # how result.json contradicts the commits of the leg, as a sentence; empty if it does not
     moved_at: float = 0.0  # newest stamp of its records: seconds since 1970, on its writers' clocks
     waits_for: str = ""  # why it has not started, in its provider's words, if "launching"
     ranks: int = 1  # its processes, which train one model
@@ -163,6 +164,7 @@ class RunStatus:
     # Objects that were passed over because they cannot be read, or are of a leg that did not begin: "key: why".
     unreadable: list[str] = field(default_factory=list)
     lost: str = ""  # the log's first record that was deleted, as a sentence; empty if none is known, or the leg is over
+    false_end: str = ""  # how result.json contradicts the commits of the leg, as a sentence; empty if it does not
     moved_at: float = 0.0  # newest stamp of the leg's records and heartbeats: seconds since 1970, on writers' clocks
     hung_after_s: float = 180.0  # without a heartbeat until a coordinator replaces a replica
     no_room: str = (
@@ -279,6 +281,7 @@ class RunReader:
             state=state,
             reason=lost or reason,
             lost=lost,
+            false_end="" if result else self.log.false_end(begin),
             round=last.round if last else 0,
             outer_step=taken,
             outer_steps=outer_steps,

@@ -107,6 +107,29 @@ class CheckNamed(Part):
     sha256: Sha256
 
 
+MOST_AVERAGES = 64  # that one record is about; a replica has further records
+
+
+def longest(replicas: int, shards: int) -> int:
+    """The most bytes of an honest check record, where each of `replicas` has one payload of `shards` in the round."""
+    return 2**15 + replicas * (2**10 + 16 * shards)
+
+
+def why_too_much(record: Checked, replicas: int, shards: int) -> str:
+    """Reason why a check record says more than an honest one can; empty if it does not. Arguments as of `longest`.
+
+    Readers keep it for the round, where the longest record that could be written takes 430 MB.
+    """
+    indices = [(*each.good, *each.bad) for each in record.read]
+    if any(len(each) > shards or max(each, default=0) >= shards for each in indices):
+        return f"it is about more than the {shards} shards that a payload has"
+    if max(len(record.read), len(record.scored or ()), len(record.dealt or ())) > replicas:
+        return f"it is about more contributions than {replicas} replicas make"
+    if len(record.averages or ()) > MOST_AVERAGES:
+        return f"it is about more than {MOST_AVERAGES} averages"
+    return ""
+
+
 def barred_after(barred: Collection[int], roster: Collection[int], checks: Iterable[Checked]) -> tuple[int, ...]:
     """Replicas that may average no shard for others for the rest of a leg (start or resume to stop), in id order.
 

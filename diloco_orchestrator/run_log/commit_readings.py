@@ -119,7 +119,7 @@ class Conclusions:
         commit, position = entry.written, before.position
         if not entry.unreadable and previous is not None and previous.contradicts:
             raise changed(commit.round, commit.previous, position.sha256)
-        above = keys.commit(position.round) if position.round else keys.START
+        above = keys.commit(position.round) if position.round else self._records.starts.key_of(position.sha256)
         for key, sha256 in ((above, position.sha256), (keys.commit(commit.round), entry.sha256)):
             data = read_optional(self._records.store, key)
             if data is None or sha256_hex(data) != sha256:

@@ -81,15 +81,17 @@ class RunLog(LegRecords):
         return self.starts.chosen() or self.start_of_commits()
 
     def start_of_commits(self) -> Entry[Start] | None:
-        """The start record that the first commit names, if a launched replica has adopted it; None before a commit.
+        """The start record that the first commit names, if a quorum of launched replicas has adopted it; else None.
 
         From then on it is the run's, whatever those say who come later: replicas beyond those that the run began with
-        may be the first to train. Anybody may have put an object at that key: that nobody launched has adopted what it
-        names shows it. Costs a GET, where a launched replica has adopted any.
+        may be the first to train. Fewer than a quorum close no round, so one replica that creates an object at that key
+        chooses no first base where a round needs two. Costs a GET, where as many have adopted any.
         """
-        followed = self.starts.followed
-        first = self.commit(1) if followed else None
-        return self.starts.entry(first.written.previous) if first and first.written.previous in followed else None
+        adopted = {
+            sha256 for sha256, count in self.starts.followed.items() if count >= self.run.config.contributions_needed
+        }
+        first = self.commit(1) if adopted else None
+        return self.starts.entry(first.written.previous) if first and first.written.previous in adopted else None
 
     def commit(self, round_: int) -> CommitEntry | None:
         """The commit of a round, or None while the round is open. Neither its content nor its link is checked."""
@@ -389,6 +391,32 @@ class RunLog(LegRecords):
             return None
         stamp: StampFields = {"write_id": last.commit.write_id, "at": (recorded or last.commit).at}
         return rounds.result_of(last.commit, last.sha256, stamp)
+
+    def false_end(self, begin: Begin) -> str:
+        """A sentence about the result.json of a leg that its commits do not end; empty without one, and if they do.
+
+        `begin`: the newest start or resume. Either a commit was changed or deleted after it, or it is false: in an
+        unsigned run who may write to the bucket may have written it.
+        """
+        key = keys.result(begin.leg)
+        try:
+            recorded = self.recorded_result(begin.leg)
+        except RecordInvalid as error:
+            return f"{key} is there and cannot be read ({error}), and no commit ends the leg"
+        last = self._last_of(begin.leg)
+        if recorded is None or last is None or last.commit.stop != "none":
+            return ""
+        named = f"{key} says that round {recorded.round} ended the leg ({recorded.status})"
+        if recorded.round > last.commit.round:
+            return (
+                f"{named}, and {keys.commit(last.commit.round + 1)} is missing: it was deleted, or the result is false"
+            )
+        if recorded.round == last.commit.round and recorded.commit_sha256 != last.sha256:
+            return (
+                f"{named} by a commit with sha256 {recorded.commit_sha256[:12]}, and {keys.commit(recorded.round)} has "
+                f"{last.sha256[:12]}: one of the two was changed after it was written"
+            )
+        return f"{named}, which no commit does: the result is false"
 
     def _before_the_first_commit(self, recorded: Result | None) -> Result | None:
         """The result of a run stopped before any commit; None without a request to halt. `recorded`: result.json."""

@@ -124,9 +124,9 @@ class Starts:
         return self._that_count(self._follows)
 
     @property
-    def followed(self) -> set[Sha256]:
-        """The digests of the start records that any launched replica has adopted, also one that came later."""
-        return {each.start_sha256 for each in (*self._follows.values(), *self._later_follows.values())}
+    def followed(self) -> Counter[Sha256]:
+        """By how many launched replicas, those that came later too, each start record (first base) is adopted."""
+        return Counter(each.start_sha256 for each in (*self._follows.values(), *self._later_follows.values()))
 
     @property
     def offered(self) -> list[Entry[Start]]:

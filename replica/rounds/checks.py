@@ -16,10 +16,20 @@ from diloco_orchestrator.clock import in_parallel
 from diloco_orchestrator.errors import ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.guard.strangers import StrangersWork
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.check_records import Checked, CheckNamed, ReadShards, WorkScore, barred_after
+from diloco_orchestrator.protocol.check_records import (
+    MOST_AVERAGES,
+    Checked,
+    CheckNamed,
+    ReadShards,
+    WorkScore,
+    barred_after,
+    longest,
+    why_too_much,
+)
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
 from diloco_orchestrator.protocol.records import Answer, Contribution
+from diloco_orchestrator.protocol.signatures import LONGEST_LINE
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.false_averages import FalseAverages
 from diloco_orchestrator.replica.rounds.payload_shards import PayloadShard, all_shards
@@ -54,6 +64,9 @@ class Checks:
         self.by_sha256: dict[str, Checked] = {}
         self._keys: dict[str, CheckNamed | None] = {}  # of records seen; None: it does not count
         self._heard: dict[Shard, dict[int, bool]] = defaultdict(dict)  # by replica: whether it found the shard good
+        self._reported_by: dict[tuple[int, int], int] = defaultdict(
+            int
+        )  # shards that an attempt has reported, good or bad
         self._reported = set[Shard]()  # by this replica
         self._own: dict[Shard, bool] = {}  # own shards that were read back
         self._scorers: dict[tuple[int, str], set[int]] = defaultdict(set)  # by author and payload: who has scored it
@@ -112,9 +125,12 @@ class Checks:
         new = []
         for info in self._attempt.store.list(keys.checks(self._round)):
             parsed = keys.checked.parse(info.key)
-            if parsed and info.key not in self._keys and self._may_count(*parsed[1:]):
+            fits = info.size <= longest(*self._most) + LONGEST_LINE
+            if parsed and fits and info.key not in self._keys and self._may_count(*parsed[1:]):
                 new.append((info.key, *parsed[1:]))
-        in_parallel(self._attempt.background, [partial(self._hear, *each) for each in new])
+        read = in_parallel(self._attempt.background, [partial(self._read, *each) for each in new])
+        for (key, *_), found in zip(new, read, strict=True):
+            self._note(key, found)
         self.averages.try_accusations()
         if self.averages.to_report():
             self._report(received)
@@ -145,7 +161,7 @@ class Checks:
             if read:
                 found.append(ReadShards(manifest_sha256=sha256, good=good, bad=bad))
                 reported |= {(sha256, index) for index in read}
-        averages = self.averages.to_report()
+        averages = self.averages.to_report()[:MOST_AVERAGES]
         self._unreported += self._score(received) if self._work.is_due else ()
         if not (found or averages or self._unreported):
             return
@@ -183,34 +199,61 @@ class Checks:
         return self._work.of(manifests, received.shard)
 
     def _hear(self, key: str, replica_id: int, number: int) -> None:
-        """Read the record of findings at `key`. An invalid one, or by another attempt than it names, does not count.
+        """Read the record of findings at `key`, and note what it says."""
+        self._note(key, self._read(key, replica_id, number))
 
+    def _read(self, key: str, replica_id: int, number: int) -> tuple[Checked, str] | None:
+        """The record of findings at `key` and its digest; None, with a warning, if it does not count.
+
+        An invalid one does not, one by another attempt than it names, and one that says more than an honest one can.
         Nor does one that was listed and is missing: in a signed run its author has not signed it.
         """
         try:
             data = read_record(self._attempt.store, key)
+            if len(data) > longest(*self._most):
+                raise RecordInvalid(f"{key} has {len(data)} bytes, more than an honest one.")
             record = Checked.from_bytes(data, key)
             who = record.round, record.leg, record.replica_id, record.number
             if who != (self._round, self._attempt.begin.leg, replica_id, number):
                 raise RecordInvalid(f"{key} holds the record of another round, leg or replica.")
             if why := self._attempt.authors.why_not(record):
                 raise RecordInvalid(f"{key} is nobody's: {why}.")
+            if why := why_too_much(record, *self._most):
+                raise RecordInvalid(f"{key}: {why}.")
         except (RecordInvalid, ObjectMissing) as error:
             log.warning("round %d: a check record of replica %d does not count: %s", self._round, replica_id, error)
-            self._keys[key] = None
-            return
-        self._note(key, record, sha256_hex(data))
+            return None
+        return record, sha256_hex(data)
 
-    def _note(self, key: str, record: Checked, sha256: str) -> None:
+    @property
+    def _most(self) -> tuple[int, int]:
+        """Number of contributions that the open round can have, and of shards of each payload."""
+        return self._attempt.config.most_replicas, len(self._tip.base.layout.shards(self._tip.open.fragment))
+
+    def _note(self, key: str, found: tuple[Checked, str] | None) -> None:
+        """Note what a record says. One about more shards than its attempt has still to report does not count.
+
+        An honest attempt reports each shard once.
+        """
+        self._keys[key] = None
+        if found is None:
+            return
+        record, sha256 = found
+        contributions, shards = self._most
+        said = sum(len(each.good) + len(each.bad) for each in record.read)
+        if (left := contributions * shards - self._reported_by[record.replica_id, record.attempt]) < said:
+            log.warning("%s does not count: it is about %d payload shards, and %d are left", key, said, left)
+            return
+        self._reported_by[record.replica_id, record.attempt] += said
         self._keys[key] = CheckNamed(replica_id=record.replica_id, number=record.number, sha256=sha256)
         self.by_sha256[sha256] = record
         self.averages.hear(record)
         for score in record.scored or ():
             self._scorers[score.replica_id, score.payload].add(record.replica_id)
-        for found in record.read:
-            for indices, good in ((found.good, True), (found.bad, False)):
+        for read in record.read:
+            for indices, good in ((read.good, True), (read.bad, False)):
                 for index in indices:  # of two reports of one replica the bad one counts
-                    heard = self._heard[found.manifest_sha256, index]
+                    heard = self._heard[read.manifest_sha256, index]
                     heard[record.replica_id] = good and heard.get(record.replica_id, True)
 
     # -- what counts ---------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class _Agreement:
 
     def _decide(self, waited: bool) -> StartDecision:
         starts = self._starts
-        if starts.followed - {self._own}:
+        if starts.followed.keys() - {self._own}:
             begun = self._attempt.log.start_of_commits()
             if begun is not None and begun.sha256 not in self._useless:
                 return StartDecision(begun.sha256, "rounds have been committed from it")

@@ -61,6 +61,11 @@ class ExpectedContribution:
     final_evaluation: bool = False  # whether it takes scores and no pseudo-gradients
 
     @property
+    def longest(self) -> int:
+        """The most bytes of a stranger's manifest. An honest one has some 200 a shard, and positions in its data."""
+        return 2**20 + 256 * -(-self.numel // max(1, self.shard_numel))
+
+    @property
     def shards_at_once(self) -> int:
         """Number of payload shards to fetch and verify at once, so that they take no more than 256 MiB."""
         shard_bytes = _BYTES_IN_FLIGHT * max(1, min(self.numel, self.shard_numel))
@@ -230,6 +235,8 @@ class ReceivedResponses:
         """The response whose exact bytes are `data`, without its payload."""
         sha256 = sha256_hex(data)
         try:
+            if replica_id in expected.config.invited and len(data) > expected.longest:
+                raise RecordInvalid(f"{key} has {len(data)} bytes; {expected.longest} are the most of a stranger's.")
             manifest = Contribution.from_bytes(data, key)
             check_repeatable(manifest, expected.config.most_replicas, key)
         except RecordInvalid as error:

@@ -196,6 +196,13 @@ def resume_point(attempt: Attempt, rounds: Participant, checkpoint: Checkpoint, 
     point = ResumePoint(
         open_round, newest.progress if newest else None, state, already_contributed=existing is not None, rates=rates
     )
+    unsaved = history.newest_delta()
+    if unsaved is not None and unsaved.state is None and not rounds.open.final_evaluation:
+        log.warning(
+            "the inner optimizer begins anew: no state was saved with this replica's newest contribution, to round "
+            '%d. replica_state="round" saves one every time.',
+            unsaved.round,
+        )
     if newest is not None and state is None and attempt.config.fragments > 1:
         log.warning(
             "what was trained in fragments since each of them moved last is dropped: no state was saved with the "

@@ -1,14 +1,18 @@
 """Records of the log that somebody deleted: what readers say of the run, and that no older model is the newest."""
 
+import re
+
 import pytest
 from long_history import LongRun
+from protocol_fleet import Fleet, play
 
 from diloco_orchestrator.errors import ObjectMissing
-from diloco_orchestrator.inspection.explain import explain
+from diloco_orchestrator.inspection.explain import explain, go_on
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.rounds import result_of
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 
@@ -65,3 +69,40 @@ def test_of_a_run_that_goes_on_nothing_is_lost_between_a_commit_and_its_snapshot
     for round_ in range(21, ROUNDS + 1):  # as if no later one had been committed yet
         run.store.delete(keys.commit(round_))
     assert RunReader(run.store).status().lost == ""
+
+
+DAMAGE = {  # by what a result.json contradicts: what is said of it
+    "the last commit was deleted": "rounds/00000004/commit.json is missing: it was deleted, or the result is false",
+    "the last commit was cut": "rounds/00000004/commit.json has .*: one of the two was changed after it was written",
+    "a result was made up": "which no commit does: the result is false",
+    "the result was cut": "legs/1/result.json is there and cannot be read .*, and no commit ends the leg",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_of_a_run_that_its_result_calls_ended_and_its_commits_do_not_both_are_named_and_nobody_is_told_to_attach(
+    what: str,
+):
+    fleet = Fleet(replicas=2, rounds=3)
+    participants = fleet.join_all()
+    for _ in range(4):
+        play(participants, [1.0, 1.0])
+    store, stamp, last = fleet.store, Stamp("a", lambda: 0.0), RunLog(fleet.store).as_read(4)
+    assert last is not None and last.commit.stop == "completed"
+    store.create(keys.result(1), result_of(last.commit, last.sha256, stamp()).to_bytes())
+    assert RunReader(store).status().false_end == ""
+    if what == "the last commit was cut":
+        store.put(keys.commit(4), store.get(keys.commit(4))[:40])
+    else:
+        store.delete(keys.commit(4))
+    if what == "a result was made up":
+        store.put(
+            keys.result(1), result_of(last.commit, last.sha256, stamp()).model_copy(update={"round": 2}).to_bytes()
+        )
+    elif what == "the result was cut":
+        store.put(keys.result(1), store.get(keys.result(1))[:40])
+    status = RunReader(store).status()
+    said = explain(status, now=1e12)
+    assert said.kind == "records disagree" and not any(each.startswith("To go on") for each in said.todo), said
+    assert re.search(DAMAGE[what], said.why[0]) and "has no result" not in said.why[0], said.why
+    assert "diloco verify" in go_on(status) and "diloco verify" in said.todo[0]

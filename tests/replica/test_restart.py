@@ -216,6 +216,23 @@ def test_moments_older_than_the_newest_contribution_are_never_put_on_a_newer_bas
     assert digests(killed_and_restarted(14, replica_state="round")) != digests(no_state)
 
 
+@pytest.mark.parametrize(
+    ("killed_at", "settings", "anew"),
+    [
+        (14, {"replica_state": "snapshot"}, [3]),
+        (14, {"replica_state": "round"}, []),
+        (10, {"replica_state": "snapshot"}, []),  # the newest contribution is that of round 2, before a snapshot
+        (2, {"replica_state": "snapshot"}, []),  # nothing was published yet
+    ],
+)
+def test_a_replica_whose_optimizer_begins_anew_logs_it(killed_at, settings, anew, caplog):
+    killed_and_restarted(killed_at, **settings)
+    said = [line for line in caplog.messages if line.startswith("the inner optimizer begins anew: ")]
+    assert len(said) == len(anew) and all(
+        f"to round {round_}. " in line for round_, line in zip(anew, said, strict=True)
+    )
+
+
 def test_a_state_is_saved_with_the_contribution_that_a_snapshot_follows():
     fleet = killed_and_restarted(14, replica_state="snapshot")
     with_state = [m.round for r in range(1, 5) if (m := ContributionReader(fleet.store).of(r, 0)) and m.state]

@@ -25,7 +25,7 @@ from diloco_orchestrator.protocol.attempt_records import Intent
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.first_base import chosen_start, decide_start
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import FileInfo, Snapshot
+from diloco_orchestrator.protocol.records import Commit, FileInfo, Snapshot
 from diloco_orchestrator.protocol.start_records import Began, Follows, Start
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.first_snapshot import first_snapshot
@@ -196,6 +196,23 @@ def test_one_replicas_creates_neither_choose_the_first_base_nor_stop_the_run(att
     unreadable = {key for key in records if fleet.store.get(key).startswith(b"[")}
     assert {each.partition(": ")[0] for each in done.unreadable} == unreadable
     assert fleet.join(0).digest == honest[0].digest == third.digest
+
+
+def test_a_start_that_one_replica_adopts_and_names_in_a_first_commit_costs_a_round_and_chooses_no_base():
+    fleet, other = Fleet(replicas=3, rounds=9, quorum=2, clock=HurriedClock()), Fleet(replicas=1, rounds=9)
+    launch(fleet)
+    attacker = Creates(fleet)
+    other_values(attacker, says_so=True)
+    play([other.join(0)], [0.5])
+    commit = Commit.from_bytes(other.store.get(keys.commit(1)), keys.commit(1))
+    start = sha256_hex(fleet.store.get(keys.START))
+    attacker.create(keys.commit(1), commit.model_copy(update={"previous": start}).to_bytes())
+    honest = together([partial(fleet.join, i) for i in range(2)])
+    assert [each.digest for each in honest] == [OWN, OWN]
+    play([*honest, fleet.join(ATTACKER, model=tiny_model(seed=7))], [1.0, 0.5, 0.25])
+    assert [commit.applied for commit in RunLog(fleet.store).commits()] == [False, True]
+    found = verify_run(fleet.store).disagreement
+    assert found is not None and found.key == keys.commit(1) and "is void: it follows" in found.words
 
 
 @pytest.mark.parametrize(

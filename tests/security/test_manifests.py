@@ -118,3 +118,14 @@ def test_scores_that_strangers_report_are_not_those_that_verify_compares():
     log = RunLog(fleet.store)
     logged = logged_scores(log, ConfirmedSnapshots(log), 0, fleet.start().base_digest)
     assert {share: score.mean for share, score in logged.items()} == {0: 0.5, 1: 0.5}
+
+
+def test_a_long_manifest_of_a_stranger_is_not_parsed():
+    """Some hundred thousand of anything take 250 MB of each replica until the next round has ended."""
+    for invited in ([LIAR], []):
+        fleet = Fleet(replicas=3, quorum=2, invited=invited, aggregate="mean")
+        dropped = tuple(Origin(round=1, steps=1) for _ in range(50_000))
+        commit = said_otherwise(fleet, fleet.join_all(), dropped=dropped)
+        assert [each.kind for each in commit.answers[:2]] == ["delta", "delta"]
+        assert (commit.answers[LIAR].attempt, commit.answers[LIAR].averaged) == ((0, False) if invited else (1, True))
+        assert verify_run(fleet.store).disagreement is None
