@@ -26,6 +26,7 @@ from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.leg_records import LegRecords
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import CheckedSegments, SegmentReader
 from diloco_orchestrator.store.base import Store
 
@@ -341,10 +342,18 @@ class RunLog(LegRecords):
         after = last.commit.round if last else 0
         if self.snapshot_seen <= after:
             return ""
-        return (
-            f"{keys.START if self.start() is None else keys.commit(after + 1)} is missing, though a snapshot of round "
-            f"{self.snapshot_seen} is there: it was deleted, or the store hides it, and nothing after it is read"
-        )
+        key, why = (keys.START, self.why_no_start()) if self.start() is None else (keys.commit(after + 1), "is missing")
+        happened = "it was deleted, or the store hides it" if why == "is missing" else "it was changed"
+        seen = f"though a snapshot of round {self.snapshot_seen} is there"
+        return f"{key} {why}, {seen}: {happened}, and nothing after it is read"
+
+    def why_no_start(self) -> str:
+        """Why `start` returns None, as words after the key of start.json: it is missing, or cannot be read."""
+        try:
+            read(self.store, Start, keys.START)
+        except RecordInvalid as error:
+            return f"cannot be read ({str(error).removeprefix(f'{keys.START}: ').rstrip('.')})"
+        return "is missing"
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
         """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid."""
