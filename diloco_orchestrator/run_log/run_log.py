@@ -348,7 +348,7 @@ class RunLog(LegRecords):
         return f"{key} {why}, {seen}: {happened}, and nothing after it is read"
 
     def why_no_start(self) -> str:
-        """Why `start` returns None, as words after the key of start.json: it is missing, or cannot be read."""
+        """Words after the key of start.json where `start` returns None: that it is missing, or cannot be read."""
         try:
             read(self.store, Start, keys.START)
         except RecordInvalid as error:
