@@ -181,8 +181,8 @@ class RunLog(LegRecords):
         """The checked commit of a round that may be the last of its leg (start or resume to stop); None if missing.
 
         An invalid (void) last commit does not itself say that it stops the leg. So if the commit is void, contradicts
-        the one before it, or does not stop the leg though another begins after it, the whole leg is read; in the third
-        case all its verdicts are checked too.
+        the one before it, or does not stop the leg though another begins after it, the whole leg is read, with its
+        verdicts checked if the other leg is known to begin only by them (`_follows`).
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
@@ -191,8 +191,6 @@ class RunLog(LegRecords):
         goes_on = entry.commit.stop == "none" and any(each.after_round == round_ for each in self.known_begins())
         if not (entry.unreadable or entry.void or goes_on or self.conclusions.why_not_concluded(entry, before)):
             return entry
-        if goes_on:
-            self.doubt()
         leg = self.begin_of(1).record
         while (following := self.begin(leg.leg + 1)) is not None and following.record.after_round < round_:
             leg = following.record
