@@ -75,7 +75,7 @@ class Record(Part):
         if version > SCHEMA_VERSION:
             raise RecordTooNew(
                 f"{where} has schema version {version}; this package reads up to {SCHEMA_VERSION}. "
-                "Upgrade diloco-orchestrator to the version that started the run."
+                "Upgrade diloco-orchestrator to the version that wrote it; if there is none, the record was changed."
             )
         if version < SCHEMA_VERSION:
             reader = _LAST_TO_READ[version]

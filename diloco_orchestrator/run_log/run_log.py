@@ -26,6 +26,7 @@ from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.leg_records import LegRecords
+from diloco_orchestrator.run_log.reader import read
 from diloco_orchestrator.run_log.segments import CheckedSegments, SegmentReader
 from diloco_orchestrator.store.base import Store
 
@@ -180,8 +181,8 @@ class RunLog(LegRecords):
         """The checked commit of a round that may be the last of its leg (start or resume to stop); None if missing.
 
         An invalid (void) last commit does not itself say that it stops the leg. So if the commit is void, contradicts
-        the one before it, or does not stop the leg though another begins after it, the whole leg is read; in the third
-        case all its verdicts are checked too.
+        the one before it, or does not stop the leg though another begins after it, the whole leg is read, with its
+        verdicts checked if the other leg is known to begin only by them (`_follows`).
         """
         entry = self.commit(round_)
         if entry is None or entry.contradicts:
@@ -190,8 +191,6 @@ class RunLog(LegRecords):
         goes_on = entry.commit.stop == "none" and any(each.after_round == round_ for each in self.known_begins())
         if not (entry.unreadable or entry.void or goes_on or self.conclusions.why_not_concluded(entry, before)):
             return entry
-        if goes_on:
-            self.doubt()
         leg = self.begin_of(1).record
         while (following := self.begin(leg.leg + 1)) is not None and following.record.after_round < round_:
             leg = following.record
@@ -341,10 +340,18 @@ class RunLog(LegRecords):
         after = last.commit.round if last else 0
         if self.snapshot_seen <= after:
             return ""
-        return (
-            f"{keys.START if self.start() is None else keys.commit(after + 1)} is missing, though a snapshot of round "
-            f"{self.snapshot_seen} is there: it was deleted, or the store hides it, and nothing after it is read"
-        )
+        key, why = (keys.START, self.why_no_start()) if self.start() is None else (keys.commit(after + 1), "is missing")
+        happened = "it was deleted, or the store hides it" if why == "is missing" else "it was changed"
+        seen = f"though a snapshot of round {self.snapshot_seen} is there"
+        return f"{key} {why}, {seen}: {happened}, and nothing after it is read"
+
+    def why_no_start(self) -> str:
+        """Words after the key of start.json where `start` returns None: that it is missing, or cannot be read."""
+        try:
+            read(self.store, Start, keys.START)
+        except RecordInvalid as error:
+            return f"cannot be read ({str(error).removeprefix(f'{keys.START}: ').rstrip('.')})"
+        return "is missing"
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
         """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid."""

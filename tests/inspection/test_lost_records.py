@@ -10,6 +10,7 @@ from diloco_orchestrator.errors import ObjectMissing
 from diloco_orchestrator.inspection.explain import explain, go_on
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.rounds import result_of
@@ -49,6 +50,15 @@ def test_what_a_lifecycle_rule_deleted_is_named_and_nothing_older_is_called_the_
     with pytest.raises(ObjectMissing, match=words):
         begin_next_leg(RunLog(run.store), rounds=1, from_round=None, by="a test", why="", stamp=Stamp("a", lambda: 0.0))
     assert not (tmp_path / "model").exists()
+
+
+def test_a_start_record_that_was_changed_is_called_so_and_not_missing(run: LongRun):
+    changed = run.store.get(keys.START).replace(b'"b3:', b'"b4:')
+    run.store.put(keys.START, changed)
+    lost, found = RunReader(run.store).status().lost, verify_run(run.store)
+    assert re.match(r"start.json cannot be read \(.*pattern.*: it was changed", lost) and "is missing" not in lost, lost
+    assert found.disagreement is not None and found.disagreement.key == keys.START
+    assert found.disagreement.words.startswith("cannot be read ("), found.disagreement
 
 
 def test_rounds_before_a_lost_commit_can_still_be_pulled(run: LongRun, tmp_path):

@@ -136,7 +136,10 @@ def test_a_codec_of_another_version_is_refused_with_that_version():
 
 
 def test_a_newer_schema_is_refused_with_the_remedy():
-    with pytest.raises(RecordTooNew, match=r"legs/1/halt\.json has schema version 3.*Upgrade diloco-orchestrator"):
+    with pytest.raises(
+        RecordTooNew,
+        match=r"legs/1/halt\.json has schema version 3.*Upgrade diloco-orchestrator to the version that wrote it",
+    ):
         records.Halt.from_bytes(halt_with(schema_version=3, unheard_of=True), "legs/1/halt.json")
 
 

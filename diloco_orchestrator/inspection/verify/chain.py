@@ -146,10 +146,11 @@ class _Verifier:
         if start is None:
             if self._farthest is not None:
                 raise Differs(
-                    keys.START, f"is missing, though the head {self._farthest.head.short} {self._farthest.words}"
+                    keys.START,
+                    f"{self._log.why_no_start()}, though the head {self._farthest.head.short} {self._farthest.words}",
                 )
             if (found := next(iter(self._store.list(keys.ROUNDS)), None)) is not None:
-                raise Differs(keys.START, f"is missing, though {found.key} is there")
+                raise Differs(keys.START, f"{self._log.why_no_start()}, though {found.key} is there")
             self._done.unchecked.append("no replica brought a model: there is nothing to derive")
             self._check_rotations()
             take_stock(self._store, NamedByTheLog(code_sha256=self._log.run.code_sha256), self._done)
