@@ -15,7 +15,7 @@ from diloco_orchestrator.guard.sequential import SequentialGuard
 
 @dataclass
 class GapOfMovingMetrics(HackingGap):
-    """`HackingGap` by the noise of metrics that move, also where they stand still."""
+    """`HackingGap` by the noise of metrics that move, also where neither has changed for long."""
 
     STILL: ClassVar[int | None] = None
 
