@@ -583,6 +583,8 @@ def _later(samples: Sequence[Sample], fault: str) -> str:
 
 def _lost(samples: Sequence[Sample]) -> str:
     lost = [share for s in samples if s["group"] in ("fall", "fault") for share in s.get("lost", ())]
+    if not lost:
+        return "none of the few runs halted"
     return f"{np.mean(lost):.3f} in the mean, {np.percentile(lost, 95):.2f} at p95"
 
 

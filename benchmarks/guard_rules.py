@@ -293,14 +293,17 @@ class _Falls:
         self.limits = [threshold / falls._DEFAULT * limit for _, _, limit in rule.CUSUMS]
         self.recovers = np.zeros(runs, bool)
 
+    def allowed(self, noise: _Noise) -> Array:
+        few: Array = self.rule.STEPS * np.where(noise.bends >= falls.CHANGES - 1, noise.step, 0.0)
+        return few
+
     def judge(
         self, value: Array, noise: _Noise, best: _Level, weight: Array | float, lost: Array | float
     ) -> NDArray[np.bool_]:
         level, sigma, scores = best.level(noise), noise.sigma(), [*noise.last, value][-falls._WITHIN - 3 :]
         known = (sigma > 0) & np.isfinite(level)
         unit, level = np.where(known, sigma, 1.0), np.where(known, level, 0.0)
-        allowed = self.rule.STEPS * np.where(noise.bends >= falls.CHANGES - 1, noise.step, 0.0)
-        below = (level - allowed - value - lost) / unit
+        below = (level - self.allowed(noise) - value - lost) / unit
         rise = (_mean(scores, 2) - _mean(scores[:-2], 2)) / unit
         now, fours = _mean(scores, 4), range(min(falls._WITHIN, len(scores) - 3))
         lowest = np.min([_mean(scores[: len(scores) - ago], 4) for ago in fours], axis=0)
@@ -454,14 +457,18 @@ def _rank(values: Array) -> NDArray[np.int64]:
 class _Gap:
     """Twin of `guard.channels.hacking_gap.HackingGap`. Rows of `best` and `reference`: held-out, training."""
 
-    def __init__(self, runs: int) -> None:
+    def __init__(self, runs: int, rule: hacking_gap.HackingGap) -> None:
         self.total, self.best, self.reference = np.zeros(runs), np.full((2, runs), -np.inf), np.full((2, runs), -np.inf)
+        self.rule = rule
         self.last: list[Array] = []  # of both metrics
 
     def judge(
-        self, held: Array, trained: Array, score: Array, noise: _Noise, guard: SequentialGuard
+        self, held: Array, trained: Array, score: Array, noise: _Noise, few: Array, guard: SequentialGuard
     ) -> NDArray[np.bool_]:
         c, sigma = hacking_gap, noise.sigma()
+        step = np.where(np.isfinite(noise.step), noise.step, 0.0)
+        fell = (few > 0) & (few < self.best[0] - held) & (trained > self.reference[1])
+        sigma = np.where(fell & self._stand_still(held, trained), step / 2, sigma)
         known = sigma > 0
         unit = np.where(known, sigma, 1.0)
         gap = (trained - self.reference[1]) - (held - self.reference[0])
@@ -474,6 +481,12 @@ class _Gap:
             known & (self.total > guard.threshold) & ~(newest.sum(axis=0) / len(newest) >= self.best[0])
         )
         return found
+
+    def _stand_still(self, held: Array, trained: Array) -> NDArray[np.bool_]:
+        rounds = self.rule.STILL
+        newest = np.array([*self.last, np.array([held, trained])][-(rounds or 1) :])
+        still: NDArray[np.bool_] = (newest.min(axis=0) == newest.max(axis=0)).all(axis=0)
+        return still & (len(newest) == rounds)
 
     def learn(self, held: Array, trained: Array, noise: _Noise) -> None:
         self.last = [*self.last, np.array([held, trained])][-hacking_gap.BLOCK :]
@@ -512,7 +525,7 @@ def sequential(
     rounds, runs = heldout.shape
     halts, first = Halts(np.zeros(runs, int), np.zeros(runs, int)), None if in_loop is None else in_loop[0]
     own, apart = _Noise(runs, rule.noise, known), _Noise(runs, rule.gap_noise)
-    best, gap, sums = _Level(runs), _Gap(runs), _Falls(runs, guard.threshold, rule.falls)
+    best, gap, sums = _Level(runs), _Gap(runs, rule.gap), _Falls(runs, guard.threshold, rule.falls)
     scores, losts = heldout - heldout[0], [0.0] * rounds if gains is None else list[Any]()
     if gains is not None:
         shares = _Shares(gains, rule.shares)
@@ -526,7 +539,7 @@ def sequential(
         if t >= falls.FIRST_JUDGED:
             halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], lost), 2)
         if trained is not None and guard.gap_sigmas is not None and t >= hacking_gap.FIRST_JUDGED:
-            wrong = gap.judge(held, trained, heldout[0] + held, apart, guard)
+            wrong = gap.judge(held, trained, heldout[0] + held, apart, sums.allowed(own), guard)
             halts.at(t + 1, wrong & (t + 1 >= guard.min_steps), 3)
         if trained is not None and t < early.ROUNDS:
             halts.at(t + 1, collapsed(scores[: t + 1], in_loop[: t + 1] - first, rule.early), 4)  # type: ignore[index]

@@ -16,12 +16,13 @@ from diloco_orchestrator.guard.sequential import SequentialGuard
 from diloco_orchestrator.guard.sequential_v1 import SequentialV1
 from diloco_orchestrator.guard.sequential_v2 import SequentialV2
 from diloco_orchestrator.guard.sequential_v3 import SequentialV3
+from diloco_orchestrator.guard.sequential_v4 import SequentialV4
 from diloco_orchestrator.import_names import registered_class, registered_names
 
 ENTRY_POINTS = "diloco_orchestrator.guard_rules"
 _BY_SETTING: Mapping[str, type[GuardRule]] = {"sequential": SequentialGuard, "heldout": HeldOutRule, "off": OffRule}
 # By setting: versions before.
-_EARLIER: Mapping[str, list[type[GuardRule]]] = {"sequential": [SequentialV1, SequentialV2, SequentialV3]}
+_EARLIER: Mapping[str, list[type[GuardRule]]] = {"sequential": [SequentialV1, SequentialV2, SequentialV3, SequentialV4]}
 _BY_NAME: Mapping[str, type[GuardRule]] = {
     kind.name: kind for kinds in ([*_BY_SETTING.values()], *_EARLIER.values()) for kind in kinds
 }

@@ -40,7 +40,7 @@ class SequentialGuard(GuardRule):
     confirmation set (`Evidence.vault`) confirm it (`guard.vault`).
     """
 
-    name: ClassVar[str] = "sequential-v4"
+    name: ClassVar[str] = "sequential-v5"
     channels: ClassVar[type[MetricChannels]] = MetricChannels
     asks_vault: ClassVar[bool] = True
     vault_share: ClassVar[float] = 0.25  # of a fall of the held-out score, that the confirmation set must show

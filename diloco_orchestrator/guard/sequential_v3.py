@@ -1,7 +1,7 @@
 """`SequentialV3`: the rule "sequential-v3", by which runs that began before "sequential-v4" go on to be judged.
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
-It differs from `SequentialGuard` in this: bursts of noise only count as the noise of some 32 rounds does; steps of few
+It differs from `SequentialV4` in this: bursts of noise only count as the noise of some 32 rounds does; steps of few
 items are falls; early collapse compares the first base too; no share is left out of the mean.
 """
 
@@ -14,6 +14,7 @@ from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.outliers import NAMED, FallingShares
 from diloco_orchestrator.guard.sequential import SequentialGuard
+from diloco_orchestrator.guard.sequential_v4 import V4Channels
 
 
 @dataclass
@@ -56,7 +57,7 @@ class AllShares(FallingShares):
 
 
 @dataclass
-class V3Channels(MetricChannels):
+class V3Channels(V4Channels):
     """The statistics of the guard rule "sequential-v3" about held-out score and training metric."""
 
     noise: Noise = field(default_factory=SteadyNoise)

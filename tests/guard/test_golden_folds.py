@@ -48,6 +48,7 @@ RULES: tuple[dict[str, Any], ...] = (
 )
 V2: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v2"} for each in RULES[:2])
 V3: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v3"} for each in RULES[:2])
+V4: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential-v4"} for each in RULES[:2])
 NOW: tuple[dict[str, Any], ...] = tuple({**each, "rule": "sequential"} for each in RULES[:2])
 
 
@@ -172,11 +173,13 @@ def test_the_rules_that_were_the_default_before_have_the_bytes_that_they_had_the
     assert digest_of(0, every=5, rules=V2)[0] == "8649e8857b9a73e9b8a3f939cf9568dddf6e4b59d37485874284f82cc5509e9d"
     digest = digest_of(0, every=5, rules=V3, first_form=True)[0]
     assert digest == "2506e1b9c6d8fb4608361a3acb8ba909bae4c0cb4045d11dabf6650983c9cdf1"
+    digest = digest_of(0, every=5, rules=V4, first_form=True)[0]
+    assert digest == "6c5f43a6e8bac46a450041de9f2907a1ca5f0a31ac354f4395ae0f44b8c31b71"
 
 
 def test_the_default_rule_has_the_bytes_that_it_had_when_it_became_the_default():
     digest = digest_of(0, every=5, rules=NOW, first_form=True)[0]
-    assert digest == "6c5f43a6e8bac46a450041de9f2907a1ca5f0a31ac354f4395ae0f44b8c31b71"
+    assert digest == "34243d43d0a87b31224d9c454a97876868d43f2d3daf8a3ac5fcb7a8b62f3e4e"
 
 
 def test_the_per_replica_guard_has_the_bytes_that_it_had_when_its_present_form_began():

@@ -142,10 +142,10 @@ def test_a_rule_that_its_package_does_not_provide_is_refused_in_the_words_of_wha
 
 def test_a_rule_of_two_packages_is_refused_and_ours_are_not_replaced(install: Install):
     install("first-package", "twice-v1 = a:B\nsequential = a:B")
-    install("second-package", "twice-v1 = c:D\nsequential-v4 = a:B")
+    install("second-package", "twice-v1 = c:D\nsequential-v5 = a:B")
     with pytest.raises(ConfigError, match="'twice-v1' is registered by first-package and second-package"):
         rule_of("twice-v1")
-    assert rule_of("sequential").name == "sequential-v4" and rule_of("sequential").__module__.endswith("sequential")
+    assert rule_of("sequential").name == "sequential-v5" and rule_of("sequential").__module__.endswith("sequential")
 
 
 @pytest.mark.parametrize("name", ["heldout-v2", 7, None, ["heldout-v1"]])

@@ -226,7 +226,7 @@ def test_the_state_stays_small_and_a_dismissed_alarm_starts_anew():
     assert models == list(range(300 - SINCE - LOW_BETWEEN, 300)) and before[0] == 300 - SINCE - LOW_BETWEEN
 
     guard, state, asked = SequentialGuard(vault_sigmas=2.0), None, 0
-    for round_, (heldout, in_loop) in enumerate(zip(*hacked(28), strict=True), start=1):
+    for round_, (heldout, in_loop) in enumerate(zip(*hacked(21), strict=True), start=1):
         waits = SequentialGuard.vault_base(state) is not None
         asked += waits
         vault = VaultChange(0.001, 0.01) if waits else None

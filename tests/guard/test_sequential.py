@@ -238,6 +238,43 @@ def test_a_constant_metric_continues_and_one_that_falls_for_good_halts():
     assert any(run.next(0.85, 0.9).fire for _ in range(20))
 
 
+# Rewards of a GRPO run with a loophole, by round: held-out and training. Both stay at the last pair for good.
+HACKED = [
+    *[(5 / 96, 0.0)] * 3,
+    (5 / 96, 1 / 96),
+    (2 / 96, 2 / 96),
+    (4 / 96, 1 / 96),
+    (20 / 96, 5 / 96),
+    (36 / 96, 28 / 96),
+    (0.0, 82 / 96),
+    (0.0, 95 / 96),
+    (0.0, 1.0),
+]
+
+
+def test_a_hack_after_which_both_rewards_stand_still_halts():
+    """The rounds in which they moved say nothing of the noise of those in which they do not."""
+    run = Run()
+    fired = [run.next(*HACKED[min(t, 10)]).fire for t in range(24)]
+    assert fired.index(True) == 21 and (run.state or {})["metrics"]["gap"][0] > 10
+
+
+def test_a_rare_reward_that_was_won_once_and_stands_still_never_halts():
+    """One of 8 held-out items is right in one of the first rounds; later training wins a reward, too, and keeps it."""
+    for lucky in range(1, 9):
+        run = Run()
+        for t in range(60):
+            assert not run.next((t == lucky) / 8, (t > 12) / 256).fire, (lucky, t)
+
+
+def test_a_gap_counts_by_its_noise_while_one_of_two_rewards_moves():
+    """The training reward varies by .3, so that its gain is within its noise, though held-out stands still."""
+    run = Run()
+    for t in range(60):
+        trained = 0.0 if t < 8 else 0.2 + 0.03 * (t * 37 % 11 - 5)
+        assert not run.next(HACKED[min(t, 10)][0], trained).fire, t
+
+
 # -- exactly once -----------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +382,7 @@ def test_the_fold_gives_the_same_bits_on_every_machine_and_python():
     assert verdict.fire and hashlib.sha256(canonical_json(state or {})).hexdigest() == GOLDEN
 
 
-GOLDEN = "ca12ddfb3f2c5a3e21ebe861f9180efa855500586c10f1084f55c70e42eb23d2"
+GOLDEN = "e9ce7e5a38f0d94871283e6990461e46adb62c3d0c77eed67b55e4b3e253d34d"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

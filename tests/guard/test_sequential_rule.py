@@ -106,7 +106,7 @@ def test_a_run_is_folded_stopped_shown_and_verified_by_the_sequential_rule():
             break
     assert all(p.open.stopped for p in participants)
     last = fleet.commits()[-1]
-    assert last.guard is not None and last.guard["rule"] == "sequential-v4"
+    assert last.guard is not None and last.guard["rule"] == "sequential-v5"
     assert (last.stop, last.applied, last.fired) == ("halted", False, True)
     assert last.verdict is not None and last.verdict.kind is VerdictKind.HALT
     assert last.verdict.rollback_to is not None and last.verdict.rollback_to <= 31

@@ -154,7 +154,7 @@ def test_an_override_may_choose_another_rule_with_its_own_defaults():
     assert begin.settings["guard.rule"] == "sequential" and begin.settings["guard.min_steps"] == 30
     scoring(fleet, fleet.join_all(), [0.9])
     state = commit_of(fleet, 6).guard
-    assert state is not None and state["rule"] == "sequential-v4"
+    assert state is not None and state["rule"] == "sequential-v5"
 
 
 def test_other_thresholds_without_a_reason_are_refused():

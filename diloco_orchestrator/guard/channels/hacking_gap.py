@@ -6,7 +6,7 @@ long training shows; `Falls` detects when the held-out score becomes worse.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
 from diloco_orchestrator.guard.channels.noise import Noise
@@ -26,10 +26,14 @@ class HackingGap(Remembered):
 
     Both gains count from the reference, the block of 8 rounds up to which the held-out mean last improved beyond noise;
     a new reference resets the sum. Each round adds (gap - allowed gap) / sigma, limited to ±3.5, minus 0.25; the sum
-    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. An alarm is raised
-    when the sum is above the threshold, unless the last 8 rounds have the best held-out mean. The stored state is the
-    fields below: 24 numbers.
+    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where neither has
+    changed in 8 rounds, training has gained and the held-out score has fallen, sigma is half the smallest change: the
+    noise is then less than what was measured while they moved. An alarm is raised when the sum is above the threshold,
+    unless the last 8 rounds have the best held-out mean. The stored state is the fields below: 24 numbers.
     """
+
+    # Rounds in which neither metric may change for that: a reward that is always won, and a score of no item right.
+    STILL: ClassVar[int | None] = BLOCK
 
     total: float = 0.0
     zero: int = 0  # the last model at which it was zero
@@ -43,18 +47,30 @@ class HackingGap(Remembered):
         self.total, self.zero = 0.0, model
 
     def judge(
-        self, model: int, held: float, trained: float, score: float, noise: Noise, tolerance: float, threshold: float
+        self,
+        model: int,
+        held: float,
+        trained: float,
+        score: float,
+        noise: Noise,
+        few: float,
+        tolerance: float,
+        threshold: float,
     ) -> list[Alarm]:
         """Add the next base's gap to the sum; returns a list of one alarm if the sum is above `threshold`, else empty.
 
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
-        measured. `noise`: of training metric minus held-out score. `tolerance`: allowed gap in its sigmas. Empty too
-        before the first reference, while the noise is not known, and if the last 8 rounds have the best held-out mean.
+        measured. `noise`: of training metric minus held-out score. `few`: change of the held-out score that may be that
+        of a few items; 0: not known. `tolerance`: allowed gap in sigmas of the noise. Empty too before the first
+        reference, while the noise is not known, and if the last 8 rounds have the best held-out mean.
         """
-        sigma = noise.sigma()
-        if self.reference is None or self.best is None or not sigma > 0:
+        if self.reference is None or self.best is None:
             return []
         held_then, trained_then, since = self.reference
+        fell = 0 < few < self.best[0] - held and trained > trained_then
+        sigma = (noise.step or 0.0) / 2 if fell and self._stand_still(held, trained) else noise.sigma()
+        if not sigma > 0:
+            return []
         gap = (trained - trained_then) - (held - held_then)
         allowed = max(tolerance * sigma, _OF_THE_GAIN * self.best[0], _OF_THE_SCORE * abs(score - held + held_then))
         above = (gap - allowed) / sigma
@@ -70,6 +86,13 @@ class HackingGap(Remembered):
         )
         advice = "look for reward hacking or memorisation there; check the reward"
         return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]
+
+    def _stand_still(self, held: float, trained: float) -> bool:
+        """Whether neither metric has changed in the last rounds, this one included."""
+        if self.STILL is None:
+            return False
+        newest = [[*values, new][-self.STILL :] for values, new in zip(self.last, (held, trained), strict=True)]
+        return all(len(values) == self.STILL and min(values) == max(values) for values in newest)
 
     def _is_best(self, held: float) -> bool:
         """Whether the last eight rounds, this one's held-out gain `held` included, have the best mean of all."""

@@ -71,7 +71,8 @@ class MetricChannels(RememberedTogether):
             counted = weight, threshold, lost, origin
             at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
-            slow = self.gap.judge(model, held, trained, heldout + moved, self.gap_noise, tolerance, threshold)
+            few = self.falls.allowed(self.noise)
+            slow = self.gap.judge(model, held, trained, heldout + moved, self.gap_noise, few, tolerance, threshold)
         self._learn(model, measured, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
         at_once += self.step_down.judge(model, self.noise.last, *known, threshold, origin)
