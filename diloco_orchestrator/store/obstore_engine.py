@@ -273,7 +273,9 @@ class ObstoreEngine(Store):
         code = _CODE.search(text)
         if _FOREIGN.search(text):
             return StoreUnavailable(f"cannot {verb} {key or 'the folder'} in {self.url}: {FOREIGN_404}")
-        if isinstance(error, FileNotFoundError) and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
+        # A folder's object may be a file where another key needs a folder: nothing lies below it.
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if missing and not (code and code[1] in ("NoSuchBucket", "ContainerNotFound")):
             if verb not in ("create", "write"):
                 return ObjectMissing(f"{key} does not exist in {self.url}.")
             return StoreError(

@@ -15,7 +15,6 @@ _EARLIER = "people who look into a run of an earlier version; this one writes no
 _WHO = "people who ask who wrote it; nothing shows a program that it is true"
 FOR_READERS = {  # by class and field: for whom it is, beside our code
     "Contribution.snapshot_round": "people who look for the machine that rebuilt a base wrongly",
-    "Exit.round": "people who read the record of an attempt alone",
     "Halt.by": _WHO,
     "Out.by": _WHO,
     "Probe.items": _EARLIER,

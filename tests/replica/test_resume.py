@@ -40,7 +40,10 @@ class Bucket:
 
     def point(self, overlaps: bool = False) -> ResumePoint:
         history = SimpleNamespace(
-            newest=lambda: self.newest, of_open_round=lambda: self.existing, newest_of_line=lambda: self.of_line
+            newest=lambda: self.newest,
+            newest_delta=lambda: self.newest if self.newest and self.newest.kind == "delta" else None,
+            of_open_round=lambda: self.existing,
+            newest_of_line=lambda: self.of_line,
         )
         attempt = SimpleNamespace(
             number=2,
@@ -48,7 +51,7 @@ class Bucket:
             config=SimpleNamespace(fragments=self.fragments),
             check_superseded=self._superseded,
         )
-        rounds = SimpleNamespace(open=SimpleNamespace(round=OPEN), history=history)
+        rounds = SimpleNamespace(open=SimpleNamespace(round=OPEN, final_evaluation=False), history=history)
         checkpoint = SimpleNamespace(read_newest=lambda: self.state)
         return resume_point(
             cast(Attempt, attempt), cast(Participant, rounds), cast(Checkpoint, checkpoint), overlaps=overlaps
@@ -121,7 +124,10 @@ def test_training_that_is_lost_for_want_of_a_state_is_reported(caplog):
     bucket = Bucket(newest=contribution(OPEN - 1))
     bucket.point()
     assert "since each of them moved last is dropped" in caplog.text
+    assert "the inner optimizer begins anew" in caplog.text
     caplog.clear()
     replace(bucket, fragments=1).point()
+    assert "is dropped" not in caplog.text and "the inner optimizer begins anew" in caplog.text
+    caplog.clear()
     Bucket().point()
     assert not caplog.text

@@ -75,12 +75,17 @@ def test_records_of_another_version_beside_the_log_end_nobody(tmp_path, places, 
 
 @pytest.mark.parametrize("key", [keys.result(1), keys.KL_RECORD, keys.snapshot(3, keys.SNAPSHOT_RECORD, "r2")])
 def test_verify_names_such_a_record(key):
+    """A snapshot of a round after which none is written is passed over: anybody may have put it there."""
     fleet = Fleet(replicas=2, rounds=4, snapshot_every=2)
     participants = fleet.join_all()
     go_on(participants, 5)
     fleet.engine.put(key, of_version(key, 99))
-    found = verify_run(fleet.store).disagreement
-    assert found is not None and found.key == key and "has schema version 99" in found.words
+    done = verify_run(fleet.store)
+    if key.startswith(keys.SNAPSHOTS):
+        assert done.disagreement is None and any(key in each and "version 99" in each for each in done.notes)
+    else:
+        assert done.disagreement is not None and done.disagreement.key == key
+        assert "has schema version 99" in done.disagreement.words
 
 
 @pytest.mark.parametrize(("version", "error"), [(99, RecordTooNew), (1, RecordTooOld)])

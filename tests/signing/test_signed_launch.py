@@ -151,7 +151,8 @@ def test_verify_and_status_name_what_nobody_signed(folder):
     junk.parent.mkdir(parents=True)
     junk.write_bytes(b"{}")
     for command in ("status", "verify"):
-        assert keys.begin(2) in diloco_here(command, str(folder), cwd=folder.parent).stdout
+        said = diloco_here(command, str(folder), cwd=folder.parent)
+        assert keys.begin(2) in said.stdout, said.stderr
 
 
 def test_without_the_key_nothing_is_written_and_the_key_is_named(folder):
