@@ -215,7 +215,7 @@ def trained_in_ranks(simulation: "Simulation", attempt: Attempt, clock: VirtualC
             return states[0].ending
         until = clock.now() + _SETTLE_S
         while clock.now() < until:
-            silent = look()
+            look()  # as the product does, it goes on with the ranks that were silent, though one may be heard again
         return ending_of(states, silent, hung_s)
     finally:
         for process in wire.processes:
