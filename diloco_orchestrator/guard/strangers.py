@@ -130,9 +130,10 @@ def fold_strangers(
 
 
 def unlike_others(scores: Sequence[WorkScore]) -> float | None:
-    """By how much a contribution is less like the scorers' last ones than these are like each other, in a round.
+    """The likeness that a contribution lacks to the scorers' last ones, beside theirs to each other, in one round.
 
-    None where half of the scorers or fewer have compared them.
+    Likeness is a cosine of pseudo-gradients; the median over scorers. None where half of the scorers or fewer have
+    compared them.
     """
     found = [
         each.like_other - each.like_own for each in scores if each.like_other is not None and each.like_own is not None

@@ -125,7 +125,7 @@ class Starts:
 
     @property
     def followed(self) -> Counter[Sha256]:
-        """By how many launched replicas, those that came later too, each start record (first base) is adopted."""
+        """The number of launched replicas, those that came later too, that have adopted each start record."""
         return Counter(each.start_sha256 for each in (*self._follows.values(), *self._later_follows.values()))
 
     @property
