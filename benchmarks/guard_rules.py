@@ -23,6 +23,7 @@ from diloco_orchestrator.guard.sequential_v3 import SteadyNoise
 from diloco_orchestrator.protocol.verdict import Verdict
 
 Rounds = NDArray[np.int64]  # the round of a halt by run, 0 if there was none
+_KEPT = noise.KEPT
 CHANNELS = ("", "step down", "fall", "gap", "early collapse", "new low")
 
 
@@ -461,6 +462,7 @@ class _Gap:
         self.total, self.best, self.reference = np.zeros(runs), np.full((2, runs), -np.inf), np.full((2, runs), -np.inf)
         self.rule = rule
         self.last: list[Array] = []  # of both metrics
+        self.before: list[Array] = []  # the same, of as many rounds as the noise
 
     def judge(
         self, held: Array, trained: Array, score: Array, noise: _Noise, few: Array, guard: SequentialGuard
@@ -468,7 +470,7 @@ class _Gap:
         c, sigma = hacking_gap, noise.sigma()
         step = np.where(np.isfinite(noise.step), noise.step, 0.0)
         fell = (few > 0) & (few < self.best[0] - held) & (trained > self.reference[1])
-        sigma = np.where(fell & self._stand_still(held, trained), step / 2, sigma)
+        sigma = np.where(self._jumped(held, trained, few, fell), step / 2, sigma)
         known = sigma > 0
         unit = np.where(known, sigma, 1.0)
         gap = (trained - self.reference[1]) - (held - self.reference[0])
@@ -482,14 +484,25 @@ class _Gap:
         )
         return found
 
-    def _stand_still(self, held: Array, trained: Array) -> NDArray[np.bool_]:
-        rounds = self.rule.STILL
-        newest = np.array([*self.last, np.array([held, trained])][-(rounds or 1) :])
-        still: NDArray[np.bool_] = (newest.min(axis=0) == newest.max(axis=0)).all(axis=0)
-        return still & (len(newest) == rounds)
+    def _jumped(self, held: Array, trained: Array, few: Array, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Twin of `guard.channels.hacking_gap._jumped`, for the runs in `of`."""
+        found = np.zeros(of.shape, bool)
+        for run in np.flatnonzero(of & self._stands_still(held, trained)):
+            both = [*(each[:, run] for each in self.before), np.array([held[run], trained[run]])]
+            scores, apart = [float(h) for h, _ in both], [float(t - h) for h, t in both]
+            found[run] = hacking_gap._jumped(scores, apart, float(few[run]), self.rule.STILL or 0)
+        return found
+
+    def _stands_still(self, held: Array, trained: Array) -> NDArray[np.bool_]:
+        if self.rule.STILL is None:
+            return np.zeros(held.shape, bool)
+        newest = np.array([*self.last, np.array([held, trained])][-self.rule.STILL :])
+        still: NDArray[np.bool_] = (newest == newest[-1]).all(axis=(0, 1))
+        return still
 
     def learn(self, held: Array, trained: Array, noise: _Noise) -> None:
         self.last = [*self.last, np.array([held, trained])][-hacking_gap.BLOCK :]
+        self.before = [*self.before, np.array([held, trained])][-_KEPT:]
         if len(self.last) < hacking_gap.BLOCK:
             return
         block = np.array(self.last).sum(axis=0) / hacking_gap.BLOCK

@@ -5,15 +5,19 @@ long training shows; `Falls` detects when the held-out score becomes worse.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar
 
 from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
+from diloco_orchestrator.guard.channels.early import BETWEEN
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
 FIRST_JUDGED = 18  # rounds: the difference of two metrics is noisier than one
 BLOCK = 8  # rounds of a mean
+FEWEST = 6  # different rounds before a jump, of at most `BLOCK` that are compared with those since
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
 # A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
@@ -26,10 +30,10 @@ class HackingGap(Remembered):
 
     Both gains count from the reference, the block of 8 rounds up to which the held-out mean last improved beyond noise;
     a new reference resets the sum. Each round adds (gap - allowed gap) / sigma, limited to ±3.5, minus 0.25; the sum
-    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where neither has
-    changed in 8 rounds, training has gained and the held-out score has fallen, sigma is half the smallest change: the
-    noise is then less than what was measured while they moved. An alarm is raised when the sum is above the threshold,
-    unless the last 8 rounds have the best held-out mean. The stored state is the fields below: 24 numbers.
+    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where both jumped
+    apart and have stood still since, sigma is half the smallest change: the noise is then less than what was measured
+    while they moved. An alarm is raised when the sum is above the threshold, unless the last 8 rounds have the best
+    held-out mean. The stored state is the fields below: 24 numbers.
     """
 
     # Rounds in which neither metric may change for that: a reward that is always won, and a score of no item right.
@@ -53,6 +57,7 @@ class HackingGap(Remembered):
         trained: float,
         score: float,
         noise: Noise,
+        scores: Sequence[float],
         few: float,
         tolerance: float,
         threshold: float,
@@ -60,7 +65,8 @@ class HackingGap(Remembered):
         """Add the next base's gap to the sum; returns a list of one alarm if the sum is above `threshold`, else empty.
 
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
-        measured. `noise`: of training metric minus held-out score. `few`: change of the held-out score that may be that
+        measured. `noise`: of training metric minus held-out score. `scores`: held-out, of the last bases, this one the
+        last. `few`: change of the held-out score that may be that
         of a few items; 0: not known. `tolerance`: allowed gap in sigmas of the noise. Empty too before the first
         reference, while the noise is not known, and if the last 8 rounds have the best held-out mean.
         """
@@ -68,7 +74,8 @@ class HackingGap(Remembered):
             return []
         held_then, trained_then, since = self.reference
         fell = 0 < few < self.best[0] - held and trained > trained_then
-        sigma = (noise.step or 0.0) / 2 if fell and self._stand_still(held, trained) else noise.sigma()
+        jumped = fell and self.STILL is not None and _jumped(scores, [*noise.last, trained - held], few, self.STILL)
+        sigma = (noise.step or 0.0) / 2 if jumped else noise.sigma()
         if not sigma > 0:
             return []
         gap = (trained - trained_then) - (held - held_then)
@@ -86,13 +93,6 @@ class HackingGap(Remembered):
         )
         advice = "look for reward hacking or memorisation there; check the reward"
         return [Alarm(what, self.zero, advice, AlarmKind.GAP, gap - allowed)]
-
-    def _stand_still(self, held: float, trained: float) -> bool:
-        """Whether neither metric has changed in the last rounds, this one included."""
-        if self.STILL is None:
-            return False
-        newest = [[*values, new][-self.STILL :] for values, new in zip(self.last, (held, trained), strict=True)]
-        return all(len(values) == self.STILL and min(values) == max(values) for values in newest)
 
     def _is_best(self, held: float) -> bool:
         """Whether the last eight rounds, this one's held-out gain `held` included, have the best mean of all."""
@@ -114,3 +114,27 @@ class HackingGap(Remembered):
         least = _IMPROVED * noise.sigma() * math.sqrt(2 / BLOCK)
         if self.reference is None or self.best[0] - self.reference[0] > least:
             self.reference, self.total = self.best, 0.0
+
+
+def _jumped(held: Sequence[float], apart: Sequence[float], few: float, still: int) -> bool:
+    """Whether both metrics jumped apart within a few rounds and have not changed since, in `still` rounds or more.
+
+    The held-out score is then below those of the rounds before, and the training metric's distance to it above theirs,
+    by more than their own range and `few`. A model that no longer changes, as after its reward is always won, stands
+    still at a score that is as often low as high: that is no jump. Rounds that repeat both metrics count as one: they
+    do not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out score,
+    of the last rounds with both.
+    """
+    rounds = [*zip(reversed(held), reversed(apart), strict=False)]  # newest first
+    different = [pair for pair, _ in groupby(rounds)]
+    (score, gap), *earlier = different
+    if any(pair != (score, gap) for pair in rounds[:still]) or len(rounds) < still:
+        return False
+    for between in range(BETWEEN + 1):
+        before = earlier[between:][:BLOCK]
+        if len(before) < FEWEST:
+            return False
+        gaps = [each for _, each in before]
+        if score < min(each for each, _ in before) and gap - max(gaps) > max(gaps) - min(gaps) + few:
+            return True
+    return False

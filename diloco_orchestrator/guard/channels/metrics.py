@@ -66,13 +66,14 @@ class MetricChannels(RememberedTogether):
         self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
         slow: list[Alarm] = []
+        scores = [*self.noise.last, held]
         if self.count >= FIRST_JUDGED:
-            scores = [*self.noise.last, held]
             counted = weight, threshold, lost, origin
             at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
             few = self.falls.allowed(self.noise)
-            slow = self.gap.judge(model, held, trained, heldout + moved, self.gap_noise, few, tolerance, threshold)
+            measured_by = self.gap_noise, scores, few
+            slow = self.gap.judge(model, held, trained, heldout + moved, *measured_by, tolerance, threshold)
         self._learn(model, measured, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
         at_once += self.step_down.judge(model, self.noise.last, *known, threshold, origin)
