@@ -275,6 +275,39 @@ def test_a_gap_counts_by_its_noise_while_one_of_two_rewards_moves():
         assert not run.next(HACKED[min(t, 10)][0], trained).fire, t
 
 
+@pytest.mark.parametrize("won", [1.0, 0.9])
+def test_a_model_that_stands_still_once_its_reward_is_won_does_not_halt_where_its_held_out_score_is_a_low_one(
+    won: float,
+):
+    """No advantage, no gradient: greedy answers to 16 fixed items stay those of the last round that trained."""
+    for seed in range(12):
+        run, rng = Run(), random.Random(seed)
+        climbs = [sum(rng.random() < 0.1 + 0.4 * min(t / 12, 1) for _ in range(16)) / 16 for t in range(30)]
+        for t, heldout in enumerate([*climbs, *[sorted(climbs[12:])[2]] * 30]):
+            assert not run.next(heldout, won * min(0.1 + t / 30, 1.0)).fire, (seed, t)
+
+
+def test_scores_that_are_given_again_for_many_rounds_are_no_hack():
+    """A loop evaluates once in 12 rounds: a lower score beside a higher reward stays until the next time."""
+    for seed in range(4):
+        run, rng = Run(), random.Random(seed)
+        for t in range(300):
+            if t % 12 == 0:
+                heldout = sum(rng.random() < 0.5 - 0.4 * math.exp(-t / 15) for _ in range(64)) / 64
+                trained = sum(rng.random() < 0.9 - 0.8 * math.exp(-t / 10) for _ in range(256)) / 256
+            assert not run.next(heldout, trained).fire, (seed, t)
+
+
+def test_a_hack_to_half_of_the_held_out_score_after_which_both_stand_still_halts():
+    """Answers to 96 items, of a held-out score that climbed for twelve rounds."""
+    for seed in range(6):
+        run, rng = Run(), random.Random(seed)
+        for t in range(18):
+            climb = 0.1 + 0.4 * min(t / 6, 1)
+            run.next(sum(rng.random() < climb for _ in range(96)) / 96, climb + rng.gauss(0, 0.02))
+        assert any(run.next(0.25, 1.0).fire for _ in range(14)), seed
+
+
 # -- exactly once -----------------------------------------------------------------------------------------------------
 
 
