@@ -469,7 +469,7 @@ class _Gap:
     ) -> NDArray[np.bool_]:
         c, sigma = hacking_gap, noise.sigma()
         step = np.where(np.isfinite(noise.step), noise.step, 0.0)
-        fell = (few > 0) & (few < self.best[0] - held) & (trained > self.reference[1])
+        fell = (few < self.best[0] - held) & (trained > self.reference[1])
         sigma = np.where(self._jumped(held, trained, few, fell), step / 2, sigma)
         known = sigma > 0
         unit = np.where(known, sigma, 1.0)

@@ -66,14 +66,14 @@ class HackingGap(Remembered):
 
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
         measured. `noise`: of training metric minus held-out score. `scores`: held-out, of the last bases, this one the
-        last. `few`: change of the held-out score that may be that
-        of a few items; 0: not known. `tolerance`: allowed gap in sigmas of the noise. Empty too before the first
-        reference, while the noise is not known, and if the last 8 rounds have the best held-out mean.
+        last. `few`: change of the held-out score that may be that of a few items; 0: not known. `tolerance`: allowed
+        gap in sigmas of the noise. Empty too before the first reference, while the noise is not known, and if the last
+        8 rounds have the best held-out mean.
         """
         if self.reference is None or self.best is None:
             return []
         held_then, trained_then, since = self.reference
-        fell = 0 < few < self.best[0] - held and trained > trained_then
+        fell = few < self.best[0] - held and trained > trained_then
         jumped = fell and self.STILL is not None and _jumped(scores, [*noise.last, trained - held], few, self.STILL)
         sigma = (noise.step or 0.0) / 2 if jumped else noise.sigma()
         if not sigma > 0:
