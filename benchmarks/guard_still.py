@@ -125,7 +125,7 @@ HACKS = [
 
 
 def hack(after: int, over: int, low: float, rng: Rng, runs: int) -> Runs:
-    """Held-out climbs for 12 rounds at most and falls to `low` within `over` as training is won; then both stand still."""
+    """Held-out climbs for 12 rounds at most, then falls to `low` as training is won; then both stand still."""
     t = t_of(ROUNDS)
     part, healthy = (
         np.clip((t - after) / over, 0.0, 1.0),

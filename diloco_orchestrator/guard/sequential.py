@@ -53,6 +53,7 @@ class SequentialGuard(GuardRule):
     vault_sigmas: float | None = (
         None  # standard errors of a fall that confirm an alarm; None: there is no confirmation set
     )
+    losses: bool = False  # held-out scores are losses with the opposite sign: for texts alone, and so not in the digest
 
     def __post_init__(self) -> None:
         for name in ("threshold", "kl_hard_stop"):
@@ -74,6 +75,7 @@ class SequentialGuard(GuardRule):
             kl_hard_stop=config.kl_hard_stop,
             pause_after=config.pause_after,
             vault_sigmas=config.vault_sigmas if heldout.vault else None,
+            losses=heldout.metric == "loss",
         )
 
     @classmethod
@@ -103,6 +105,7 @@ class SequentialGuard(GuardRule):
     def digest(self) -> str:
         """A digest of the rule's name and settings, by which states name them: the first 16 hex digits of a sha256."""
         given = {**asdict(self), "quorum": _QUORUM}
+        del given["losses"]
         settings = {name: float(value) for name, value in given.items() if value is not None}
         text = json.dumps([self.name, settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -215,6 +218,7 @@ class SequentialGuard(GuardRule):
             assert evidence.heldout is not None
             if self.vault_sigmas is not None and evidence.rebuildable:
                 run.vault.learn(model, evidence.heldout)
+            run.metrics.sign = -1.0 if self.losses else 1.0
             weight = evidence.items / evidence.total_items if evidence.total_items else 1.0
             sudden, slow = run.metrics.judge(
                 model,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
-from diloco_orchestrator.guard.channels.alarm import Alarm
+from diloco_orchestrator.guard.channels.alarm import Alarm, Shown
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import KEPT, Noise, clipped
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
@@ -65,7 +65,7 @@ class ShortStepDown(Remembered):
         lost: float,
         recovers: bool,
         threshold: float,
-        origin: float,
+        shown: Shown,
     ) -> list[Alarm]:
         """Judge the score of the base that round `model` made, as `StepDown.judge` does."""
         self.seen = min(self.seen + 1, KEPT)
@@ -73,7 +73,7 @@ class ShortStepDown(Remembered):
         self.found = None if recovers else _best(scores, coarse, lost)
         if self.found is None or self.found.evidence <= _LIMIT * threshold:
             return []
-        return [step_alarm(model, self.found, scores, _LIMIT * threshold, origin)]
+        return [step_alarm(model, self.found, scores, _LIMIT * threshold, shown)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, value, threshold) of the log-likelihood ratio, as the verdict lists it."""

@@ -2,7 +2,7 @@
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
 It differs from `SequentialGuard` in this: a Hacking Gap is measured by the noise of the rounds in which the metrics
-moved, also where neither moves any more.
+moved, also where neither moves any more; and texts of alarms show losses with the opposite sign.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ class GapOfMovingMetrics(HackingGap):
 @dataclass
 class V4Channels(MetricChannels):
     """The statistics of the guard rule "sequential-v4" about held-out score and training metric."""
+
+    AS_REPORTED: ClassVar[bool] = False
 
     gap: HackingGap = field(default_factory=GapOfMovingMetrics)
 

@@ -49,7 +49,7 @@ _CHANNELS = (
         "Look at the data and the learning rate of that round.",
     ),
     (
-        "below its best level",
+        "its best level",
         "The model has become worse on held-out items for good, by more than the noise of the score explains.",
         "Look at what changed then: data, reward, learning rate.",
     ),

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
+from diloco_orchestrator.guard.channels.alarm import Shown
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.step_down import LIMITS, StepDown
@@ -38,7 +39,7 @@ def test_a_small_step_after_a_short_climb_halts_while_the_noise_is_hardly_known(
 def judged(scores: list[float], coarse: float) -> list[bool]:
     """Whether the channel alone halts in each round."""
     channel = StepDown()
-    return [bool(channel.judge(t, [each], coarse, 0.0, False, 10.0, 0.0)) for t, each in enumerate(scores)]
+    return [bool(channel.judge(t, [each], coarse, 0.0, False, 10.0, Shown(0.0))) for t, each in enumerate(scores)]
 
 
 def test_scores_of_few_items_that_lose_one_for_good_do_not_step_down():
@@ -63,7 +64,7 @@ def test_after_the_first_rounds_only_short_steps_are_compared():
     scores = stepped(3, 0.0, 150, 0.04, 120)
     channel = StepDown()
     for t, each in enumerate(scores):
-        channel.judge(t, [each], 0.0, 0.0, False, 10.0, 0.0)
+        channel.judge(t, [each], 0.0, 0.0, False, 10.0, Shown(0.0))
         assert channel.found is None or channel.found.since <= (48 if t < 96 else 20)
         assert len(channel.last) <= (60 if t < 96 else 32)
 
@@ -86,7 +87,7 @@ def test_noise_that_was_larger_before_is_no_step_down():
         for scores in (noisy, outlier):
             channel = StepDown()
             for t, each in enumerate(scores):
-                halts = channel.judge(t, [each], 0.0, 0.0, False, 10.0, 0.0)
+                halts = channel.judge(t, [each], 0.0, 0.0, False, 10.0, Shown(0.0))
                 wrong += bool(halts) and channel.found.since >= 12
     assert wrong == 0
 
@@ -161,5 +162,5 @@ def test_scores_without_bounds_are_judged_without_an_error(size):
     channel = StepDown()
     scores = [0.0, 1.0] * 10 + [-size, size, -size, -size, -size, -size]
     for t, each in enumerate(scores):
-        channel.judge(t, [each], 1.0, 0.0, False, 10.0, 0.0)
+        channel.judge(t, [each], 1.0, 0.0, False, 10.0, Shown(0.0))
     assert channel.rounds == len(scores)

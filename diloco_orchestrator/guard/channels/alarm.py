@@ -24,3 +24,20 @@ class Alarm:
     what_to_do: str
     kind: AlarmKind = AlarmKind.CERTAIN
     excess: float | None = None  # GAP: how much larger it is than a gap that is no reason to halt; None: not known
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The way in which an alarm's text shows held-out scores: as the user reports them."""
+
+    origin: float  # the run's first score, which channels subtract from all
+    sign: float = 1.0  # -1: of losses, which are folded with the opposite sign
+
+    def of(self, gain: float) -> float:
+        """A score as reported. `gain`: the score as folded, minus the run's first."""
+        return self.sign * (gain + self.origin) + 0.0  # no "-0"
+
+    @property
+    def worse(self) -> str:
+        """The word for the side of a score on which worse scores lie."""
+        return "below" if self.sign > 0 else "above"

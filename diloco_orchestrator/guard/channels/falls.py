@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind, Shown
 from diloco_orchestrator.guard.channels.early import ADVICE
 from diloco_orchestrator.guard.channels.noise import KEPT, Noise
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
@@ -148,7 +148,7 @@ class Falls(Remembered):
         weight: float,
         threshold: float,
         lost: float,
-        origin: float,
+        shown: Shown,
     ) -> list[Alarm]:
         """Add the held-out score of the base of round `model` to both statistics; returns alarms for those above their
         limits.
@@ -157,7 +157,7 @@ class Falls(Remembered):
 
         `scores`: held-out, of the last bases and of this one, each minus the run's first score. `weight`: fraction of
         the held-out items that were scored. `lost`: how much shares of the held-out set whose fall does not count lower
-        the mean. `origin`: the run's first score, added again to scores in the alarm's text.
+        the mean. `shown`: how the alarm's text shows scores.
         """
         level, sigma, alarms = best.level(noise), noise.sigma(), []
         if level is None or not sigma > 0:
@@ -177,7 +177,7 @@ class Falls(Remembered):
             if total == 0.0:
                 self.zero[index] = model
             elif total > limit:
-                alarms.append(self._alarm(index, total, limit, scores, level, sigma, origin))
+                alarms.append(self._alarm(index, total, limit, scores, level, sigma, shown))
         return alarms
 
     def _alarm(
@@ -188,13 +188,13 @@ class Falls(Remembered):
         scores: Sequence[float],
         level: Level,
         sigma: float,
-        origin: float,
+        shown: Shown,
     ) -> Alarm:
         now, since = _mean(scores, 3), self.zero[index]
-        first, reached = level.last - level.rounds + 1, level.bound + origin
+        first, reached, side = level.last - level.rounds + 1, shown.of(level.bound), shown.worse
         what = (
-            f"the held-out score is below its best level: {now + origin:.4g} in the mean of the last 3 rounds, "
-            f"{(level.bound - now) / sigma:.1f} sigmas of {sigma:.2g} below the {reached:.4g} that it has surely "
+            f"the held-out score is {side} its best level: {shown.of(now):.4g} in the mean of the last 3 rounds, "
+            f"{(level.bound - now) / sigma:.1f} sigmas of {sigma:.2g} {side} the {reached:.4g} that it has surely "
             f"reached (rounds {first} to {level.last}). What adds up since round {since} is {total:.4g}, and "
             f"halts above {limit:.4g}"
         )

@@ -17,6 +17,7 @@ from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
 FIRST_JUDGED = 18  # rounds: the difference of two metrics is noisier than one
 BLOCK = 8  # rounds of a mean
+WIDTHS = 2.0  # times the range of the gaps before, that a jump exceeds
 FEWEST = 6  # different rounds before a jump, of at most `BLOCK` that are compared with those since
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
@@ -120,7 +121,7 @@ def _jumped(held: Sequence[float], apart: Sequence[float], few: float, still: in
     """Whether both metrics jumped apart within a few rounds and have not changed since, in `still` rounds or more.
 
     The held-out score is then below those of the rounds before, and the training metric's distance to it above theirs,
-    by more than their own range and `few`. A model that no longer changes, as after its reward is always won, stands
+    by more than twice their own range and `few`. A model that no longer changes, as after its reward is always won, stands
     still at a score that is as often low as high: that is no jump. Rounds that repeat both metrics count as one: they
     do not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out score,
     of the last rounds with both.
@@ -135,6 +136,6 @@ def _jumped(held: Sequence[float], apart: Sequence[float], few: float, still: in
         if len(before) < FEWEST:
             return False
         gaps = [each for _, each in before]
-        if score < min(each for each, _ in before) and gap - max(gaps) > max(gaps) - min(gaps) + few:
+        if score < min(each for each, _ in before) and gap - max(gaps) > WIDTHS * (max(gaps) - min(gaps)) + few:
             return True
     return False

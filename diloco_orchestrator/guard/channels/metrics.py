@@ -5,8 +5,9 @@ They are in units of the measured noise, so that a metric times 100 gives the sa
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from diloco_orchestrator.guard.channels.alarm import Alarm
+from diloco_orchestrator.guard.channels.alarm import Alarm, Shown
 from diloco_orchestrator.guard.channels.apart import Apart
 from diloco_orchestrator.guard.channels.early import ROUNDS, EarlyCollapse, NewLow
 from diloco_orchestrator.guard.channels.falls import FIRST_JUDGED, BestLevel, Falls
@@ -25,6 +26,9 @@ class MetricChannels(RememberedTogether):
     Values are kept relative to the first round's: a constant added to a metric changes no verdict.
     """
 
+    # Whether alarms show losses as losses: rules before showed them with the sign with which they are folded.
+    AS_REPORTED: ClassVar[bool] = True
+
     trained: float | None = None  # training metric of the last model that has one
     noise: Noise = field(default_factory=Noise)  # of the held-out score
     gap_noise: Noise = field(default_factory=Noise)  # of the training metric minus it
@@ -37,6 +41,7 @@ class MetricChannels(RememberedTogether):
     shares: FallingShares = field(default_factory=FallingShares)
     apart: Apart = field(default_factory=Apart)
     narrow: str = field(default="", init=False)  # shares whose fall does not count in this round
+    sign: float = field(default=1.0, init=False)  # from a score as folded to the metric's own sign: -1 for losses
     far: str = field(default="", init=False)  # the replica whose training metric is far from all others'
 
     def judge(
@@ -61,14 +66,14 @@ class MetricChannels(RememberedTogether):
             self.gap.begin(model)
         fallen, lost, moved = self.shares.judge(gains)
         measured = self.since_the_first(0, heldout)
-        origin, held = heldout - measured, measured + moved
+        held, shown = measured + moved, Shown(heldout - measured, self.sign if self.AS_REPORTED else 1.0)
         trained = None if in_loop is None else self.since_the_first(1, in_loop)
         self.narrow = _narrow(fallen)
         at_once: list[Alarm] = []
         slow: list[Alarm] = []
         scores = [*self.noise.last, held]
         if self.count >= FIRST_JUDGED:
-            counted = weight, threshold, lost, origin
+            counted = weight, threshold, lost, shown
             at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
             few = self.falls.allowed(self.noise)
@@ -76,7 +81,7 @@ class MetricChannels(RememberedTogether):
             slow = self.gap.judge(model, held, trained, heldout + moved, *measured_by, tolerance, threshold)
         self._learn(model, measured, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
-        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, origin)
+        at_once += self.step_down.judge(model, self.noise.last, *known, threshold, shown)
         at_once += self.early.alarms(self.noise.last)
         return at_once + self.new_low.alarms(self.noise.last, trained or 0.0), slow
 

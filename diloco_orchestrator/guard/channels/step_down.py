@@ -21,7 +21,7 @@ from functools import cache
 from itertools import pairwise
 from operator import mul
 
-from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind
+from diloco_orchestrator.guard.channels.alarm import Alarm, AlarmKind, Shown
 from diloco_orchestrator.guard.channels.early import ADVICE
 from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
@@ -95,14 +95,14 @@ class StepDown(Remembered):
         lost: float,
         recovers: bool,
         threshold: float,
-        origin: float,
+        shown: Shown,
     ) -> list[Alarm]:
         """A list of one alarm if the held-out score has stepped down by the base of round `model`, else empty.
 
         `scores`: held-out, of the last bases, that one the last, each minus the run's first score. `coarse`: smallest
         change between two rounds so far, or 0.0. `lost`: how much shares of the held-out set whose fall does
         not count lower the mean. `recovers`: whether the score is on its way back up, which halts nothing. `threshold`:
-        the setting. `origin`: the run's first score, added again to scores in the alarm's text.
+        the setting. `shown`: how the alarm's text shows scores.
         """
         self.rounds += 1
         longest = LATER if self.rounds > EARLY else max(LIMITS)
@@ -111,7 +111,7 @@ class StepDown(Remembered):
         self.found = None if recovers else _nearest(scores, coarse, lost, longest)
         if self.found is None or self.found.share(threshold) <= 1.0:
             return []
-        return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], origin)]
+        return [step_alarm(model, self.found, scores, threshold / _DEFAULT * LIMITS[self.found.since], shown)]
 
     def statistics(self, threshold: float) -> list[tuple[str, float, float]]:
         """(name, share of the evidence that halts, 1), as the guard's verdict lists it.
@@ -121,15 +121,15 @@ class StepDown(Remembered):
         return [("step down", self.found.share(threshold) if self.found else 0.0, 1.0)]
 
 
-def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, origin: float) -> Alarm:
+def step_alarm(model: int, found: Found, scores: Sequence[float], limit: float, shown: Shown) -> Alarm:
     """The alarm that the last of `scores` stepped down, by more evidence than `limit` nats.
 
-    `model`: round of the newest base. `origin`: the run's first score, added to scores in the text.
+    `model`: round of the newest base. `shown`: how the text shows scores.
     """
-    mean = added(scores[-found.since :]) / found.since + origin
+    mean = shown.of(added(scores[-found.since :]) / found.since)
     what = (
         f"step down: the last {found.since} held-out scores that differ, {mean:.4g} in the mean, lie {found.size:.3g} "
-        f"below where the scores before lead. A step explains them better than noise does, by a log-likelihood "
+        f"{shown.worse} where the scores before lead. A step explains them better than noise does, by a log-likelihood "
         f"ratio of {found.evidence:.4g} (halts above {limit:.4g})"
     )
     return Alarm(what, model, ADVICE, AlarmKind.FALL)
