@@ -7,10 +7,12 @@ import re
 import pytest
 
 from diloco_orchestrator.config import GuardConfig
-from diloco_orchestrator.guard import Evidence, SequentialGuard, Verdict
+from diloco_orchestrator.guard import Evidence, RoundReports, SequentialGuard, Verdict, fold
 from diloco_orchestrator.guard.channels.falls import BestLevel
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.protocol.records import Score
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 
 
 def folded(held: list[float], trained: list[float] | None = None, **fields: float) -> tuple[int, Verdict]:
@@ -126,6 +128,27 @@ def test_every_number_of_a_sentence_about_a_fall_follows_from_the_scores(seed):
     assert reached < max(block)
     assert held[back] == max(held[:round_]) == held[verdict.rollback_to or 0] and since < round_
     assert float(words[8]) > float(words[9])
+
+
+@pytest.mark.parametrize(("stays", "words"), [(0.05, "its best level: "), (0.4, "step down: ")])
+def test_a_halt_of_a_loss_names_losses_as_they_were_reported(stays: float, words: str):
+    """Scores are folded with the opposite sign: a loss of .31 is no score of -.31 to whoever reported it."""
+    losses = noisy([0.3 + stays * (t >= 40) for t in range(80)], 0.01, 4)
+    heldout = HeldoutSet(metric="loss", shares=(10,), digest="0" * 64)
+    state, config, verdict = None, GuardConfig(), None
+    for t, loss in enumerate(losses):
+        result = fold(state, config, heldout, RoundReports(t + 1, [Score(share=0, sum=-loss * 10, count=10)]))
+        state, verdict = result.state, result.verdict
+        if verdict.fire:
+            break
+    assert verdict is not None and verdict.fire and words in verdict.reason
+    found = re.search(r"(\S+) in the mean.* (?:above|lie \S+ above) ", verdict.reason)
+    assert found, verdict.reason
+    rounds = 3 if stays < 0.1 else int(re.search(r"the last (\d+) held-out", verdict.reason)[1])  # type: ignore[index]
+    assert float(found[1]) == pytest.approx(sum(losses[: t + 1][-rounds:]) / rounds, rel=1e-3)
+    reached = re.search(r"the (\S+) that it has surely reached", verdict.reason)
+    assert reached is None or min(losses) < float(reached[1]) < 0.31
+    assert "below" not in verdict.reason.split("What adds up")[0]
 
 
 def test_what_the_rule_can_judge_is_said_before_it_can_and_after():

@@ -121,10 +121,10 @@ def _jumped(held: Sequence[float], apart: Sequence[float], few: float, still: in
     """Whether both metrics jumped apart within a few rounds and have not changed since, in `still` rounds or more.
 
     The held-out score is then below those of the rounds before, and the training metric's distance to it above theirs,
-    by more than twice their own range and `few`. A model that no longer changes, as after its reward is always won, stands
-    still at a score that is as often low as high: that is no jump. Rounds that repeat both metrics count as one: they
-    do not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out score,
-    of the last rounds with both.
+    by more than twice their own range and `few`. A model that no longer changes, as after its reward is always won,
+    stands still at a score that is as often low as high: that is no jump. Rounds that repeat both metrics count as one:
+    they do not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out
+    score, of the last rounds with both.
     """
     rounds = [*zip(reversed(held), reversed(apart), strict=False)]  # newest first
     different = [pair for pair, _ in groupby(rounds)]
