@@ -11,6 +11,9 @@ from diloco_orchestrator.guard import Evidence, RoundReports, SequentialGuard, V
 from diloco_orchestrator.guard.channels.falls import BestLevel
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.noise import Noise
+from diloco_orchestrator.guard.sequential_v2 import SequentialV2
+from diloco_orchestrator.guard.sequential_v3 import SequentialV3
+from diloco_orchestrator.guard.sequential_v4 import SequentialV4
 from diloco_orchestrator.protocol.records import Score
 from diloco_orchestrator.protocol.start_records import HeldoutSet
 
@@ -149,6 +152,17 @@ def test_a_halt_of_a_loss_names_losses_as_they_were_reported(stays: float, words
     reached = re.search(r"the (\S+) that it has surely reached", verdict.reason)
     assert reached is None or min(losses) < float(reached[1]) < 0.31
     assert "below" not in verdict.reason.split("What adds up")[0]
+
+
+@pytest.mark.parametrize("rule", [SequentialV2, SequentialV3, SequentialV4])
+def test_rules_before_keep_the_words_that_their_commits_have(rule: type[SequentialGuard]):
+    """A commit that is derived again has the same bytes, its reason included."""
+    guard, state = rule.of(GuardConfig(), HeldoutSet(metric="loss", shares=(10,), digest="0" * 64)), None
+    for t, score in enumerate(noisy([-0.3 - 0.05 * (t >= 40) for t in range(80)], 0.01, 4)):
+        state, verdict = guard.fold(state, Evidence(round=t + 1, heldout=score))
+        if verdict.fire:
+            break
+    assert verdict.fire and re.search(r"-0\.3\d+ in the mean", verdict.reason)
 
 
 def test_what_the_rule_can_judge_is_said_before_it_can_and_after():
