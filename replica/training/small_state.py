@@ -120,6 +120,14 @@ class SmallState:
                 yield name, state
 
 
+def stateful_in(text: str, where: str) -> Mapping[str, Any]:
+    """The states of the small stateful objects in a result of `SmallState.encode`, by name; none in an empty text.
+
+    `where`: names the manifest in errors. Raises `RecordInvalid` for any other text.
+    """
+    return _decode(text, where)[_OBJECTS] if text else {}
+
+
 def _decode(text: str, where: str) -> dict[str, Any]:
     try:
         data = zlib.decompress(base64.b64decode(text, validate=True))
