@@ -206,7 +206,7 @@ class RoundTiming:
         self._next_list = now + pace.starts_read_s(self.train_s)
         return any(True for _ in self._attempt.store.list(keys.contributions(self._tip.open.round)))
 
-    def view(self, answers: Sequence[Answer], out: Sequence[int], vacated: Sequence[int]) -> rounds.View:
+    def view(self, answers: Sequence[Answer], out: Sequence[int] = (), vacated: Sequence[int] = ()) -> rounds.View:
         """The open round as input of `rounds.decide`. `out`, `vacated`: as in `rounds.View`."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
