@@ -27,7 +27,6 @@ from diloco_orchestrator.errors import (
     StoreUnavailable,
     unknown_name,
 )
-from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo, Store
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
 from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
@@ -129,6 +128,11 @@ _AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE
 _UNSENDABLE = re.compile(r"""[^!-~]|["<>\\^`{|}]""")  # in an address
 
 
+def without_user(text: str) -> str:
+    """`text` without user names and passwords of addresses in it."""
+    return re.sub(r"//[^/\s]*@", "//…@", text)
+
+
 def checked_endpoint(endpoint: str, names: str) -> str:
     """The address of a server, as it was given.
 
@@ -141,8 +145,8 @@ def checked_endpoint(endpoint: str, names: str) -> str:
         is_address = False
     if not is_address or _UNSENDABLE.search(endpoint):
         raise ConfigError(
-            f"the endpoint {redact(endpoint, {})!r} is no address of a server. Write http://host:port or https://host, "
-            f"without spaces or quotation marks: {names}."
+            f"the endpoint {without_user(endpoint)!r} is no address of a server. Write http://host:port or "
+            f"https://host, without spaces or quotation marks: {names}."
         )
     return endpoint
 

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
-from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.store.base import OBJECT_LIMIT
-from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine, checked_endpoint
+from diloco_orchestrator.store.obstore_engine import (
+    CLIENT_OPTIONS,
+    NO_RETRIES,
+    ObstoreEngine,
+    checked_endpoint,
+    without_user,
+)
 from diloco_orchestrator.store.s3_credentials import ENV_WRITING_PROFILE
 
 if TYPE_CHECKING:
@@ -297,7 +302,7 @@ def _endpoint_of(session: Any) -> str | None:
         client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
     except ValueError as error:  # of an endpoint, or a region, that botocore does not take
         raise ConfigError(
-            f"cannot set up S3 access: {redact(str(error), {})}. An endpoint ({_NAMES}) is http://host:port or "
+            f"cannot set up S3 access: {without_user(str(error))}. An endpoint ({_NAMES}) is http://host:port or "
             "https://host, a region (AWS_REGION) a name such as eu-central-1."
         ) from error
     found = plain_endpoint(str(client.meta.endpoint_url))
