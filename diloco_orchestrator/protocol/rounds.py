@@ -55,7 +55,7 @@ class View:
     quorum_since: float | None  # when it first saw enough contributions
     deadline: StragglerDeadline | None  # None in the first round of a leg: machines are still starting
     out: Collection[int] = ()  # replicas that are launched no more in this leg, so that no response of theirs comes
-    vacated: Collection[int] = ()  # replicas told to leave for now; launched again once too few would be left
+    vacated: Collection[int] = ()  # replicas scaled down or without a machine; launched again where too few are left
     tie_breakers: Collection[int] = ()  # replicas whose claims would decide a tie of two bases (`claims.is_tied`)
 
 
