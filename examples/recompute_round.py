@@ -75,7 +75,7 @@ class Base:
         self.parameters = [np.concatenate([model[name] for name in names]) for names in self.fragments]
         self.momenta = [np.concatenate([zero[name] for name in names]) for names in self.fragments]
 
-    def step(self, fragment: int, gradient: Vector, lr: Vector, momentum: Vector) -> None:
+    def step(self, fragment: int, gradient: Vector, lr: np.float32, momentum: np.float32) -> None:
         """SGD with Nesterov momentum on the averaged pseudo-gradient, in this order of operations."""
         self.momenta[fragment] = self.momenta[fragment] * momentum + gradient
         self.parameters[fragment] = self.parameters[fragment] - (self.momenta[fragment] * momentum + gradient) * lr
@@ -126,7 +126,8 @@ def recompute(run: Path, round_: int) -> tuple[str, str]:
         weight = np.float32(answer["weight"] / max(each["weight"] for each in averaged))
         total, weights = total + np.concatenate(shards) * weight, weights + weight
     if commit["applied"]:
-        base.step(commit["fragment"], total / weights, np.float32(config["outer"]["lr"]), np.float32(config["outer"]["momentum"]))
+        lr, momentum = np.float32(config["outer"]["lr"]), np.float32(config["outer"]["momentum"])
+        base.step(commit["fragment"], total / weights, lr, momentum)
     return base.digest(), after["base_digest"]
 
 
