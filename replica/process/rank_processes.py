@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Clock
+from diloco_orchestrator.executors.processes import signal_name
 from diloco_orchestrator.protocol.process import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -68,10 +69,11 @@ class RankState:
 class RankProcesses:
     """Starts the ranks of an attempt, here and on the replica's other machines, and watches them until all have ended.
 
+    Once the attempt should leave, rank 0 is asked to, and signals the others.
+
     Args:
         ranks: their number.
         program: what each of them runs.
-        should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
         others: the connections to the replica's other machines, each of which has as many ranks as this one.
     """
 
@@ -81,13 +83,11 @@ class RankProcesses:
         ranks: int,
         program: RankProgram,
         clock: Clock,
-        should_leave: Callable[[], bool],
         others: Sequence[Link] = (),
     ) -> None:
         self._attempt = attempt
         self._environ = program.environ
         self._clock = clock
-        self._should_leave = should_leave
         self._timeout_s = attempt.config.retry.hung_after_s
         self._startup_s = attempt.config.timing.startup_timeout_s
         self._ranks = [RankState(number) for number in range(ranks)]
@@ -143,7 +143,7 @@ class RankProcesses:
     def _watch(self) -> Ending:
         while any(rank.died is None for rank in self._ranks):
             self._children.look(LOOK_S)
-            if (self._should_leave() or self._other_is_asked) and not self._was_asked:
+            if (self._attempt.should_leave() or self._other_is_asked) and not self._was_asked:
                 self._was_asked = True
                 if not self._ranks[0].is_ready:
                     return Ending(EXIT_PREEMPTED, "preempted")
@@ -192,7 +192,8 @@ class RankProcesses:
             rank.ending = Ending(**event["ending"])
         elif rank.number == 0:
             for name, value in event["pulse"].items():
-                setattr(self._attempt.pulse, name, value)
+                if name != "vacated":  # which this process alone reads
+                    setattr(self._attempt.pulse, name, value)
 
     # -- failing ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ def _death_words(rank: RankState) -> str:
     if code >= 0:
         return f"ended with exit code {code}, without a word"
     why = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({signal.Signals(-code).name}{why})"
+    return f"was killed by signal {-code} ({signal_name(-code)}{why})"
 
 
 def _is_of_a_collective(ending: Ending) -> bool:
