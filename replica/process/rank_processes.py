@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.clock import Clock
-from diloco_orchestrator.executors.processes import signal_name
 from diloco_orchestrator.protocol.process import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -267,8 +266,9 @@ def _death_words(rank: RankState) -> str:
     code = rank.died or 0
     if code >= 0:
         return f"ended with exit code {code}, without a word"
-    why = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({signal_name(-code)}{why})"
+    names = {named.value: f" ({named.name})" for named in signal.Signals}  # real-time signals have none
+    names[signal.SIGKILL] = " (SIGKILL, as the kernel does where memory runs out)"
+    return f"was killed by signal {-code}{names.get(-code, '')}"
 
 
 def _is_of_a_collective(ending: Ending) -> bool:

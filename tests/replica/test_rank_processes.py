@@ -24,7 +24,7 @@ _DONE = Ending(0, "the run ended")
     [
         ([(_LOST, 1), (None, -9)], [], "rank 1 of 2 was killed by signal 9 (SIGKILL, as the kernel does"),
         ([(None, -9), (_LOST, 1)], [], "rank 0 of 2 was killed by signal 9"),
-        ([(_LOST, 1), (None, -35)], [], "rank 1 of 2 was killed by signal 35 (signal 35)"),
+        ([(_LOST, 1), (None, -35)], [], "rank 1 of 2 was killed by signal 35"),
         ([(_LOST, 1), (None, 3)], [], "rank 1 of 2 ended with exit code 3, without a word"),
         ([(_LOST, 1), (_RAISED, None)], [], "rank 1 of 2: ValueError"),
         ([(_LOST, 1), (_RAISED, 1), (_REFUSED, None)], [], "rank 2 of 3: permanent"),
