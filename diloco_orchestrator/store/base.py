@@ -23,6 +23,11 @@ class ObjectInfo:
     size: int  # bytes
 
 
+def is_folder(prefix: str) -> bool:
+    """Whether a prefix can be listed: it is empty or ends in '/'. Below any other one some stores list nothing."""
+    return prefix.endswith("/") or not prefix
+
+
 class Store(ABC):
     """The objects under one prefix of a bucket. Keys are relative, separated by '/', without a leading slash.
 

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.base import ObjectInfo, Store, is_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -159,6 +159,7 @@ class RetryingStore(Store):
         return found
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        assert is_folder(prefix), f"{prefix} is no folder, and stores list folders alone"
         return self._retry("list", lambda store: iter(list(store.list(prefix, start_after))))
 
     def delete(self, key: str) -> None:

@@ -212,6 +212,6 @@ def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest:
 
 def _takes(store: Store, shard: PayloadKey) -> set[int]:
     """The versions of a payload shard that exist, readable or not. One LIST request."""
-    prefix = str(shard.first_take).removesuffix(".bin")
-    found = (keys.parse_payload(info.key) for info in store.list(prefix))
+    folder = keys.payloads_of(shard.round, shard.replica_id, shard.attempt)
+    found = (keys.parse_payload(info.key) for info in store.list(folder))
     return {each.take for each in found if each is not None and each.first_take == shard.first_take}
