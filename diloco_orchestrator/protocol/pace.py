@@ -24,8 +24,8 @@ def apart_s(config: RunConfig, allowed: int | None) -> float:
     """The least pause in seconds between two polls of each process, for a store that limits requests; 0 for others.
 
     `allowed`: requests in five minutes (`Store.requests_allowed`), which replicas, coordinator and one display share.
-    In such a pause a waiting replica sends two requests for its round's end, and whoever looks at the whole run one or
-    two for each replica and some ten for the rest.
+    In such a pause a waiting replica sends two requests for its round's end, and a coordinator or display one or two
+    for each replica and some ten for the rest.
     """
     return 0.0 if allowed is None else _WINDOW_S * (4 * config.most_replicas + 10) / (_POLLS * allowed)
 
