@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
@@ -124,6 +125,32 @@ _AZURE_OPTIONS = (
 # Options that say where a container or bucket is, with the environment variables that obstore reads for them.
 _GCS_PLACE = {"base_url": "GOOGLE_BASE_URL"}
 _AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE_STORAGE_ENDPOINT"}
+
+
+_UNSENDABLE = re.compile(r"""[^!-~]|["<>\\^`{|}]""")  # in an address
+
+
+def without_user(text: str) -> str:
+    """`text` without user names and passwords of addresses in it."""
+    return re.sub(r"//[^/\s]*@", "//…@", text)
+
+
+def checked_endpoint(endpoint: str, names: str) -> str:
+    """The address of a server, as it was given.
+
+    Raises `ConfigError` for what is none: obstore ends the process's thread there. `names`: where one is set.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number up to 65535, half an IPv6 address
+        is_address = False
+    if not is_address or _UNSENDABLE.search(endpoint):
+        raise ConfigError(
+            f"the endpoint {without_user(endpoint)!r} is no address of a server. Write http://host:port or "
+            f"https://host, without spaces or quotation marks: {names}."
+        )
+    return endpoint
 
 
 def writing_options(limit_s: float) -> "ClientConfig":
@@ -357,6 +384,8 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     for name in options:  # obstore ends the process's thread at a client's option among them
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
+    if kind == "az" and (server := options.get("endpoint") or os.environ.get("AZURE_STORAGE_ENDPOINT")):
+        checked_endpoint(str(server), "AZURE_STORAGE_ENDPOINT, or storage_options")
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
     more: ClientConfig = {"allow_http": True}
     if kind == "gs" and (payer := os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")):  # as in Google's own clients
