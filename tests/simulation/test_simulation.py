@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
 from simulation_checks import RightBases
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
