@@ -78,6 +78,11 @@ class Store(ABC):
         """
         return ""
 
+    @property
+    def requests_allowed(self) -> int | None:
+        """Requests in five minutes that all processes of an account may send; None (default) without such a limit."""
+        return None
+
     def open_file(self, key: str) -> IO[bytes] | None:
         """The object as an open file, which can be mapped into memory; None (default) if it is no such file: use `get`.
 

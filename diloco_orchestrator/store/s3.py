@@ -72,13 +72,13 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     )
 
 
-def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+def open_hf(url: str, options: Mapping[str, Any], allowed: int) -> ObstoreEngine:
     """The store below `hf://buckets/NAMESPACE/NAME/prefix`, a storage bucket of Hugging Face, through its S3 gateway.
 
     Every object goes up in one request, because the gateway documents create-only writes for those alone; and is
     deleted by one, because it does not say that it knows bulk deletes. `options`: those of `open_s3`; `endpoint_url`
     names another gateway than Hugging Face's, without the namespace. Endpoint and region of the environment are those
-    of another store and are not used. Raises as `open_s3`.
+    of another store and are not used. `allowed`: requests in five minutes. Raises as `open_s3`.
     """
     namespace, _, rest = urlsplit(url).path.strip("/").partition("/")
     name, _, prefix = rest.partition("/")
@@ -88,7 +88,8 @@ def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     endpoint = f"{checked_endpoint(settings.get('endpoint_url') or _HF_GATEWAY, _NAMES).rstrip('/')}/{namespace}"
     credentials = _credentials(session, settings, url)
     opened = partial(_obstore, name, prefix, credentials, endpoint, _DEFAULT_REGION, disable_bulk_delete=True)
-    return ObstoreEngine(opened(CLIENT_OPTIONS), url.rstrip("/"), endpoint=endpoint, writer=opened)
+    plain = url.rstrip("/")
+    return ObstoreEngine(opened(CLIENT_OPTIONS), plain, endpoint=endpoint, writer=opened, allowed=allowed)
 
 
 def _obstore(
