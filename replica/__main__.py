@@ -73,7 +73,7 @@ def main() -> int:
         load_entrypoint=load_entrypoint,
         notice=notice,
         ranks=options.ranks,
-        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, notice, others).run(),
+        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, others).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
         end_process=_end,

@@ -12,6 +12,7 @@ from diloco_orchestrator.errors import ConfigError, DilocoError
 from diloco_orchestrator.executors.contract import ExecutorError, ReplicaHandle, ServerlessExecutor
 from diloco_orchestrator.executors.registry import recreate
 from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.protocol import pace
 from diloco_orchestrator.run_log.launched_here import check_launched_here
 
 _POLL_S = 2.0  # between two searches for new attempts
@@ -129,7 +130,9 @@ class LogFollower:
             if self._clock.now() >= next_at:
                 stopped = self._reader.has_stopped()  # before the search, so that no attempt until then is missed
                 self._open_new()
-                next_at = self._clock.now() + _POLL_S
+                store = self._reader.store
+                apart_s = pace.apart_s(self._reader.run.config, store.requests_allowed)
+                next_at = self._clock.now() + max(_POLL_S, apart_s)
             yield from self._read()
             if stopped and not self._open and self._lines.empty():
                 return

@@ -204,7 +204,7 @@ def main() -> int:
         if manifest.ranks is None:
             return train(attempt, load_entrypoint)
         program = RankProgram(sys.argv[1:], environ, "diloco_orchestrator.replica.process.rerun_range")
-        return RankProcesses(attempt, manifest.ranks, program, SystemClock(), lambda: False).run()
+        return RankProcesses(attempt, manifest.ranks, program, SystemClock()).run()
 
     load_training_libraries(environ)
     found = rerun(store, manifest, repetition(ThreadBackground()), trained, options.output, options.earlier)
