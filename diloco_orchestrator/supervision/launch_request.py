@@ -200,8 +200,8 @@ class LaunchRequests:
         """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
-        if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
-            where += ["--ranks", str(ranks)]
+        if self._of_leg.in_ranks or config.in_ranks:
+            where += ["--ranks", str(self._of_leg.ranks_of(replica_id))]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
         env |= names_of(self.secrets)

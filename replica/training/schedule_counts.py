@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def catch_up(
-    stateful: Mapping[str, Any], inner_steps: int, of_base: Callable[[], Iterable[Contribution]], base_steps: int
+    stateful: Mapping[str, Any], inner_steps: int, of_base: Callable[[], Iterable[Contribution]], published_at: int
 ) -> bool:
     """Step torch's schedules until each has made `inner_steps` steps, those of the run so far. Returns whether any was.
 
     Only a schedule that is stepped once in each inner step is: the one of the same name in one of the manifests
-    `of_base`, which made the newest base, had made exactly `base_steps` steps then. `of_base` is called only where a
-    schedule has made fewer than `inner_steps`.
+    `of_base`, which made the newest base, had made exactly `published_at` steps, those of the run when such a manifest
+    is published. `of_base` is called only where a schedule has made fewer than `inner_steps`.
     """
     counts = {name: _steps_of(each) for name, each in stateful.items()}
     behind = {name: count for name, count in counts.items() if count is not None and count < inner_steps}
@@ -37,7 +37,7 @@ def catch_up(
             states = stateful_in(manifest.progress.stateful if manifest.progress else "", "a manifest of the base")
         except RecordInvalid:  # its author's own error
             continue
-        follow |= {name for name in behind if _counted(states.get(name)) == base_steps}
+        follow |= {name for name in behind if _counted(states.get(name)) == published_at}
         if len(follow) == len(behind):
             break
     for name in sorted(follow):

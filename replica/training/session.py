@@ -216,9 +216,9 @@ class TrainingSession:
 
     def _catch_up(self) -> None:
         """Let schedules in `stateful` make the steps of rounds that the run has taken without this replica."""
-        base_steps = self._rounds.open.outer_step * self._attempt.config.round_steps
+        published_at = self._rounds.open.outer_step * self._attempt.config.round_steps - self._loop.schedule.delay
         of_base = self._rounds.history.of_base
-        if not self.stopped and catch_up(self._stateful, self.step_count, of_base, base_steps) and self._has_others:
+        if not self.stopped and catch_up(self._stateful, self.step_count, of_base, published_at) and self._has_others:
             self._island.call("follow", self._checkpoint.small.encode(), {}, -1, 0)
 
     def _score(self) -> None:

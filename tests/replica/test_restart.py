@@ -188,6 +188,15 @@ def test_the_schedule_of_a_replica_that_is_new_or_was_away_goes_on_at_the_runs_s
     assert rates_until(fleet, 0, 4, make) == [(step, 0.5**step) for step in range(10, 14)]
 
 
+def test_a_schedule_goes_on_at_the_runs_step_where_a_round_ends_beside_training():
+    settings = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "timing": BY_HAND}
+    fleet = Fleet(replicas=2, rounds=12, quorum=1, **settings)
+    rates_until(fleet, 0, 8, SCHEDULES["closed"])
+    for replica_id in (1, 0):
+        rates = rates_until(fleet, replica_id, 8, SCHEDULES["closed"])
+        assert rates[0][0] >= 6 and rates == [(step, 0.5**step) for step, _ in rates]
+
+
 def test_a_schedule_that_does_not_count_inner_steps_is_left_alone():
     fleet = Fleet(replicas=2, rounds=8, sync_every=2, quorum=1, timing=BY_HAND)
     rates_until(fleet, 0, 6, SCHEDULES["closed"], every=2)
