@@ -130,7 +130,8 @@ class LaunchRequests:
         if self.operator is not None and offers_without_keys(executor, config):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
-                "--me` prints there, JoinExecutor(machines=[…]), or launch it with signed=False (--unsigned)."
+                "--me` prints there, --machines or JoinExecutor(machines=[…]), or launch it with signed=False "
+                "(--unsigned)."
             )
         self._check_invited(executor)
         if isinstance(executor, Places):
