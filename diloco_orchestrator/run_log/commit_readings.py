@@ -106,7 +106,7 @@ class Conclusions:
         return entry.voided(read_as_void(commit, before, rules, why), why)
 
     def _tell(self, entry: CommitEntry, level: int, words: str) -> None:
-        """Log `words` about a commit once: several readers of a log ask for it, and each again after a contradiction."""
+        """Log `words` about a commit once. Several readers of a log read it, and each again after a contradiction."""
         if (entry.sha256, words) not in self._told:
             self._told.add((entry.sha256, words))
             log.log(level, "%s", words)
