@@ -245,11 +245,12 @@ class Fleet:
         told = next((cause for cause in self._told if cause in state.reason), None)
         if told is None:
             if who is not None and isinstance(state, Ended):
-                self._told[state.reason] = who
+                self._told[state.reason.removeprefix(f"{Outcome.PERMANENT}: ")] = who
             return words
         replica_id, attempt = self._told[told]
-        same = f"as replica {replica_id}, attempt {attempt}"
-        return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
+        if self._told[told] != who:
+            return words.replace(told, f"as replica {replica_id}, attempt {attempt}")
+        return words if isinstance(state, Ended) else words.replace(told, "as it ended")
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.
