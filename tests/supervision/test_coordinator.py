@@ -82,7 +82,8 @@ def test_a_cause_that_several_attempts_end_for_is_in_the_log_once(caplog: pytest
     lines = [record.getMessage() for record in caplog.records]
     assert sum(cause in line for line in lines) == 1, lines
     assert "replica 0, attempt 1: ended (error): ValueError: the data set is not on this machine" in lines
-    assert "replica 1, attempt 2: ended (error): as replica 0, attempt 1" in lines
+    assert "replica 1, attempt 2: ended (error): for the same reason as replica 0, attempt 1" in lines
+    assert "replica 0: launching attempt 2 (attempt 1 (error): as said above)" in lines
     assert any("the run goes on without its replica, which failed 2 times" in line for line in lines)
 
 
