@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from diloco_orchestrator.errors import DilocoError
@@ -10,6 +11,7 @@ from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ComparedRun:
     usd: float | None  # of machines whose price is known; None if none is
     unpriced: int  # attempts whose price is not known
     verdict: str  # of the guard, after the last round
+    bases: Sequence[str | None]  # digests: of the first base, and of that after round 1 and so on
     settings: Mapping[str, str]  # all of the newest leg by dotted name, and what ran: code, version, machines
     heldout: Sequence[Point]  # score of the base that a round began with
     training: Mapping[str, Sequence[Point]]  # mean over the replicas by metric, "loss" or "reward"
@@ -79,8 +82,12 @@ class Comparison:
             found.append("Some runs score a loss and some a reward: each metric has curves of its own.")
         return found
 
+    def bits(self) -> list[str]:
+        """A sentence about each run but the first: whether its bases (models) are those of the first, bit for bit."""
+        return [_bits(self.runs[0], run) for run in self.runs[1:]]
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "differing": self.differing(), "warnings": self.warnings()}
+        return {**asdict(self), "differing": self.differing(), "warnings": self.warnings(), "bits": self.bits()}
 
 
 def compare(urls: Sequence[str], open_: Callable[[str], RunReader]) -> Comparison:
@@ -122,10 +129,44 @@ def _read(reader: RunReader) -> ComparedRun:
         usd=facts.usd,
         unpriced=facts.unpriced,
         verdict=_said(status.verdict, reader.commits()),
+        bases=_bases(reader),
         settings=_settings(reader, status, facts, set_),
         heldout=heldout,
         training=training,
     )
+
+
+def _bits(first: ComparedRun, other: ComparedRun) -> str:
+    """Whether the bases of two runs are equal, by their digests, and where they first differ."""
+    names = f"{other.name} and {first.name}"
+    if not first.bases or not other.bases:
+        return f"{names}: one has no first base yet."
+    both = enumerate(zip(first.bases, other.bases, strict=False))
+    known = [(round_, ours == theirs) for round_, (ours, theirs) in both if None not in (ours, theirs)]
+    equal = [round_ for round_, _ in takewhile(lambda each: each[1], known)]
+    if not equal:
+        return f"{names} begin with different bases."
+    if len(equal) < len(known):
+        return f"{names} are equal bit for bit up to the base after round {equal[-1]}, and differ from there on."
+    if equal[-1] + 1 == len(first.bases) == len(other.bases):
+        return f"{names} are equal bit for bit, in the base that each ends with and in all before."
+    return f"{names} are equal bit for bit as far as both are known: up to the base after round {equal[-1]}."
+
+
+def _bases(reader: RunReader) -> list[str | None]:
+    """Digests of the bases that each round began with, as its commit names them, None where it names none.
+
+    After them that of the last base, unless the last round has not changed it. It is that of the round's snapshot, a
+    claim of its writer that no commit confirms.
+    """
+    start, commits = reader.log.start(), reader.commits()
+    if start is None:
+        return []
+    known = [start.record.base_digest, *(commit.base_digest for commit in commits[1:])]
+    if not commits or not commits[-1].applied:
+        return known
+    said = ConfirmedSnapshots(reader.log).said_digests(len(commits))
+    return [*known, said.pop() if len(said) == 1 else None]
 
 
 def _said(verdict: Verdict | None, commits: Sequence[Commit]) -> str:
