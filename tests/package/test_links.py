@@ -137,9 +137,12 @@ def test_the_version_to_cite_is_this_one():
 def test_every_error_that_is_raised_on_purpose_has_a_section():
     from diloco_orchestrator import CollapseStopError, errors
     from diloco_orchestrator.executors import contract
+    from diloco_orchestrator.replica.process.stuck import STUCK
+    from diloco_orchestrator.replica.training.rank_owners import RankMissing
 
     classes = [each for module in (errors, contract) for each in vars(module).values() if isinstance(each, type)]
-    named = {each.__name__ for each in classes if issubclass(each, Exception)} | {CollapseStopError.__name__}
+    named = {each.__name__ for each in classes if issubclass(each, Exception)}
+    named |= {CollapseStopError.__name__, STUCK, RankMissing.__name__}
     page = (ROOT / "docs/reference/troubleshooting.md").read_text()
     named -= {"DilocoError", "Documented"}
     missing = named - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
