@@ -23,7 +23,7 @@ from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
 TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
-# Why this reader cannot read or hold an object: its line, its credentials, its disk. None of them is a fault of the run.
+# Why a reader cannot read or hold an object: its line, its credentials, its disk. None of them is a fault of the run.
 OF_THIS_READER = (StoreUnavailable, StoreDenied, StoreFull, SpoolFailed)
 _OF_THE_LOG = (Run, Start, Begin, Commit)
 T = TypeVar("T")
