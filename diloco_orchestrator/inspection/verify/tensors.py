@@ -28,7 +28,7 @@ class Tensors:
     """Loads the bases of one run's snapshots with all their files checked, and steps bases as its commits say."""
 
     def __init__(self, log: RunLog, done: Verification) -> None:
-        budget()  # a wrong setting of this machine is told as such, and not of the first base
+        budget()  # raises for a wrong setting of this machine, which is no fault of the first base
         self._log = log
         self._done = done
         self._rest: RestOfSnapshot | None = None  # once it was needed
