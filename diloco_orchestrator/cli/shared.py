@@ -55,7 +55,12 @@ def own_code(build: str | None, score: str | None, items: str | None) -> "OwnCod
 
 
 class ExecutorCommand(click.Command):
-    """A command with `--executor` and the options of the executors that the command line names."""
+    """A command with `--executor` and the options of the executors that the command line names.
+
+    `executor_default`: in words, what a command line without `--executor` means.
+    """
+
+    executor_default = "local"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from diloco_orchestrator.cli.executor_options import named, places_with
@@ -75,7 +80,7 @@ class ExecutorCommand(click.Command):
 
         own = super().get_params(ctx)
         taken = {flag for parameter in own for flag in parameter.opts}
-        return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
+        return [*own, *executor_options(ctx.meta.get("executors", ()), taken, self.executor_default)]
 
 
 def store_of(url: str, *, watches: bool = False) -> "Store":
@@ -132,26 +137,24 @@ def importable(target: str) -> str:
 
 
 def named_object(option: str, name: str | None) -> Any:
-    """The object that the value of an option names as "package.module:name"; None for None.
+    """The object that the value of an option names as "package.module:name" or "file.py:name"; None for None.
 
     Raises `ConfigError` if it is missing. `option`: for errors.
     """
     if name is None:
         return None
     import importlib
-    import sys
 
     from diloco_orchestrator.errors import ConfigError, nearest
 
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    module, _, attribute = importable(name).partition(":")
     try:
         found = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"--{option} {name}: {module!r} cannot be imported ({error}). Run it where it can.") from None
     if not attribute or not hasattr(found, attribute):
         close = nearest(attribute, dir(found))
-        hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
+        hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name or file.py:name."
         raise ConfigError(f"--{option} {name}: {module} has no {attribute!r}. {hint}")
     return getattr(found, attribute)
 

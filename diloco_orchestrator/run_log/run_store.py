@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
@@ -64,9 +65,11 @@ def new_key() -> RunKey:
     return RunKey.parse(text) if text else RunKey.generate()
 
 
-def keep_key(key: RunKey) -> None:
-    """Write the key of a run into this user's state folder. Raises `ConfigError` if it cannot be written."""
-    keep(key, os.environ)
+def keep_key(key: RunKey) -> Path:
+    """Write the key of a run into this user's state folder; returns the file. Raises `ConfigError` if it cannot be
+    written.
+    """
+    return keep(key, os.environ)
 
 
 def operator_of_run(run: Run, store: Store, what: str) -> Signer | None:
@@ -145,7 +148,7 @@ def check_signed_by(run: Run, url: str, expected: str | None) -> None:
 def why_only_watching(run: Run, store: Store) -> str:
     """Reason why this process can read the run and not write to it, naming the key that it lacks; empty if it can."""
     try:
-        operator_of_run(run, store, "attach")
+        operator_of_run(run, store, "supervision")
     except ConfigError as error:
         return str(error)
     return ""
