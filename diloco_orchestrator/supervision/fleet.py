@@ -97,7 +97,7 @@ class Fleet:
         self._seen = seen
         self._events = RecordEvents(records, seen, vendor.is_ours, config, clock.now())
         self._views: dict[int, ReplicaView] = {}
-        self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
+        self._first_ended: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
         self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.most_replicas)})
 
@@ -121,7 +121,7 @@ class Fleet:
                 self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
         self._advance_all(self._events.without_status(self.views, self._clock.now()))
         statuses = self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped))
-        self._advance_all(self._vendor.with_last_words(statuses))
+        self._advance_all(self._vendor.with_printed_errors(statuses))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 
@@ -186,7 +186,12 @@ class Fleet:
             return
         if number > 1:
             before = self._views[replica_id].state
-            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(launch.why, None, before))
+            log.info(
+                "replica %d: launching attempt %d (%s)",
+                replica_id,
+                number,
+                self._without_repeats(launch.why, None, before),
+            )
         if launch.place:
             log.info("replica %d: at %s", replica_id, launch.placed)
         place = launch.place or self._vendor.name
@@ -230,26 +235,30 @@ class Fleet:
                 if isinstance(view.state, Ended) and view.state.outcome is Outcome.DONE:
                     level = logging.DEBUG  # the run is over, which its summary says after the last rounds
                 log.log(
-                    level, "replica %d, attempt %d: %s", replica_id, number, self._once(step.reason, who, view.state)
+                    level,
+                    "replica %d, attempt %d: %s",
+                    replica_id,
+                    number,
+                    self._without_repeats(step.reason, who, view.state),
                 )
             for effect in step.effects:
                 events += self._perform(who, effect)
 
-    def _once(self, words: str, who: Who | None, state: State) -> str:
+    def _without_repeats(self, words: str, who: Who | None, state: State) -> str:
         """`words` for the log; a cause that was logged for another attempt already is replaced by that attempt's name.
 
         `who`: the attempt that has come to `state`; None: the words repeat why it ended.
         """
         if not isinstance(state, Ended | GivenUp) or len(state.reason) < _SHORT:
             return words
-        told = next((cause for cause in self._told if cause in state.reason), None)
+        told = next((cause for cause in self._first_ended if cause in state.reason), None)
         if told is None:
             if who is not None and isinstance(state, Ended):
-                self._told[state.reason] = who
+                self._first_ended[state.reason] = who
             return words
-        replica_id, attempt = self._told[told]
+        replica_id, attempt = self._first_ended[told]
         same = f"as replica {replica_id}, attempt {attempt}"
-        return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
+        return words if self._first_ended[told] == who and isinstance(state, Ended) else words.replace(told, same)
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.
