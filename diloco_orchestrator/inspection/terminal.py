@@ -352,7 +352,7 @@ def _rounds_table(status: RunStatus, shown: int) -> Table:
     for row in status.rounds[-shown:]:
         remark, long = row.remark(), len(row.remark()) > _LONG
         if long and remarks.setdefault(remark, row.round) != row.round:
-            remark = f"as round {remarks[remark]}"
+            remark = f"as in round {remarks[remark]}"
         table.add_row(
             str(row.round),
             _number(row.loss if row.loss is not None else row.reward),

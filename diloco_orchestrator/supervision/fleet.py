@@ -97,7 +97,7 @@ class Fleet:
         self._seen = seen
         self._events = RecordEvents(records, seen, vendor.is_ours, config, clock.now())
         self._views: dict[int, ReplicaView] = {}
-        self._first_ended: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
+        self._told: dict[str, Who] = {}  # why attempts ended, and which one ended for it first
         self._background = background
         self._recover({replica_id: numbers.get(replica_id, ()) for replica_id in range(config.most_replicas)})
 
@@ -186,12 +186,8 @@ class Fleet:
             return
         if number > 1:
             before = self._views[replica_id].state
-            log.info(
-                "replica %d: launching attempt %d (%s)",
-                replica_id,
-                number,
-                self._without_repeats(launch.why, None, before),
-            )
+            why = self._once(launch.why, (replica_id, number - 1), before, repeated=True)
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
         if launch.place:
             log.info("replica %d: at %s", replica_id, launch.placed)
         place = launch.place or self._vendor.name
@@ -235,30 +231,27 @@ class Fleet:
                 if isinstance(view.state, Ended) and view.state.outcome is Outcome.DONE:
                     level = logging.DEBUG  # the run is over, which its summary says after the last rounds
                 log.log(
-                    level,
-                    "replica %d, attempt %d: %s",
-                    replica_id,
-                    number,
-                    self._without_repeats(step.reason, who, view.state),
+                    level, "replica %d, attempt %d: %s", replica_id, number, self._once(step.reason, who, view.state)
                 )
             for effect in step.effects:
                 events += self._perform(who, effect)
 
-    def _without_repeats(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log; a cause that was logged for another attempt already is replaced by that attempt's name.
+    def _once(self, words: str, who: Who, state: State, *, repeated: bool = False) -> str:
+        """`words` for the log; a cause that was logged already is replaced by the name of the attempt that it ended.
 
-        `who`: the attempt that has come to `state`; None: the words repeat why it ended.
+        `who`: the attempt that has come to `state`. `repeated`: the words are not of that moment, but repeat its cause.
         """
         if not isinstance(state, Ended | GivenUp) or len(state.reason) < _SHORT:
             return words
-        told = next((cause for cause in self._first_ended if cause in state.reason), None)
+        told = next((cause for cause in self._told if cause in state.reason), None)
         if told is None:
-            if who is not None and isinstance(state, Ended):
-                self._first_ended[state.reason] = who
+            if isinstance(state, Ended) and not repeated:
+                self._told[state.reason.removeprefix(f"{Outcome.PERMANENT}: ")] = who
             return words
-        replica_id, attempt = self._first_ended[told]
-        same = f"as replica {replica_id}, attempt {attempt}"
-        return words if self._first_ended[told] == who and isinstance(state, Ended) else words.replace(told, same)
+        replica_id, attempt = self._told[told]
+        if (replica_id, attempt) != who:
+            return words.replace(told, f"for the same reason as replica {replica_id}, attempt {attempt}")
+        return words if isinstance(state, Ended) and not repeated else words.replace(told, "as said above")
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.

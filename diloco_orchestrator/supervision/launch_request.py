@@ -81,8 +81,8 @@ class LaunchRequests:
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
     needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
-    (start or resume to stop), for the numbers of ranks; None for the run's first. `operator`: the keys of this process
-    in a signed run, from which attempts get theirs; None if it is not signed.
+    (start or resume to stop), for the numbers of replicas and ranks; None for the run's first. `operator`: the keys of
+    this process in a signed run, from which attempts get theirs; None if it is not signed.
     """
 
     run: Run
@@ -119,7 +119,7 @@ class LaunchRequests:
         Checks the executor's options, secrets, code archive, that replicas have credentials for the bucket, and that
         prices are known if dollars are limited.
         """
-        config = self.run.config
+        config = self._of_leg
         with as_config_errors():
             requests = at_each_place(
                 executor, [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]

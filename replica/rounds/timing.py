@@ -209,8 +209,8 @@ class RoundTiming:
         self._next_list = now + max(pace.starts_read_s(self.train_s), self._apart_s)
         return any(True for _ in self._attempt.store.list(keys.contributions(self._tip.open.round)))
 
-    def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""
+    def view(self, answers: Sequence[Answer], out: Sequence[int] = (), vacated: Sequence[int] = ()) -> rounds.View:
+        """The open round as input of `rounds.decide`. `out`, `vacated`: as in `rounds.View`."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(
@@ -221,6 +221,7 @@ class RoundTiming:
             quorum_since=self._quorum_since,
             deadline=self.deadline(),
             out=out,
+            vacated=vacated,
         )
 
     def _now(self) -> float:

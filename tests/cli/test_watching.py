@@ -288,7 +288,7 @@ def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, 
     rows = [replace(row, applied=row.round == 1, reason=why) for row in status.rounds]
     out = StringIO()
     Console(file=out, width=200).print(overview(replace(status, rounds=rows), 10))
-    assert out.getvalue().count(why) == 1 and "as round 2" in out.getvalue()
+    assert out.getvalue().count(why) == 1 and "as in round 2" in out.getvalue()
 
 
 def test_who_begins_to_watch_late_gets_the_newest_rounds_only(failed: tuple[RunStatus, RunStatus]):

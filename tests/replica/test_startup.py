@@ -156,7 +156,7 @@ def test_a_process_forked_by_the_training_function_ends_without_a_record(tmp_pat
         if (child := os.fork()) == 0:
             return ends()
         status = os.waitpid(child, 0)[1]
-        assert not list(log.store.list(keys.exit_record(0, 1)))
+        assert AttemptRecords(log.store).exit(0, 1) is None
         raise RuntimeError(f"the child ended with {os.waitstatus_to_exitcode(status)}")
 
     try:
