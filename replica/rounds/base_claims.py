@@ -85,7 +85,7 @@ class BaseClaims:
         """
         begin, made_in = self._attempt.begin, None
         if manifest.round > begin.after_round:
-            made_in = self._tip.round_of_base(manifest.round)
+            made_in = self._tip.made_before(manifest.round)
             if made_in == self._tip.value.base_round:
                 return manifest.base_digest == self.digest
             if made_in in self._digests:

@@ -125,7 +125,7 @@ class HeldTip:
         assert entry is not None, f"round {round_} is closed"
         return entry.commit
 
-    def round_of_base(self, round_: int) -> int:
+    def made_before(self, round_: int) -> int:
         """The round whose outer step made the base that `round_`, after the last resume, started from."""
         begin = self._attempt.begin
         earlier = range(round_ - 1, begin.after_round, -1)
