@@ -470,7 +470,7 @@ class _Gap:
         c, sigma = hacking_gap, noise.sigma()
         step = np.where(np.isfinite(noise.step), noise.step, 0.0)
         fell = (few < self.best[0] - held) & (trained > self.reference[1])
-        sigma = np.where(self._jumped(held, trained, few, fell), step / 2, sigma)
+        sigma = np.where(self._moved_apart(held, trained, few, fell), step / 2, sigma)
         known = sigma > 0
         unit = np.where(known, sigma, 1.0)
         gap = (trained - self.reference[1]) - (held - self.reference[0])
@@ -484,13 +484,13 @@ class _Gap:
         )
         return found
 
-    def _jumped(self, held: Array, trained: Array, few: Array, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Twin of `guard.channels.hacking_gap._jumped`, for the runs in `of`."""
+    def _moved_apart(self, held: Array, trained: Array, few: Array, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Twin of `guard.channels.hacking_gap._moved_apart`, for the runs in `of`."""
         found = np.zeros(of.shape, bool)
         for run in np.flatnonzero(of & self._stands_still(held, trained)):
             both = [*(each[:, run] for each in self.before), np.array([held[run], trained[run]])]
             scores, apart = [float(h) for h, _ in both], [float(t - h) for h, t in both]
-            found[run] = hacking_gap._jumped(scores, apart, float(few[run]), self.rule.STILL or 0)
+            found[run] = hacking_gap._moved_apart(scores, apart, float(few[run]), self.rule.STILL or 0)
         return found
 
     def _stands_still(self, held: Array, trained: Array) -> NDArray[np.bool_]:

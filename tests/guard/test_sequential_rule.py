@@ -81,7 +81,7 @@ def test_each_setting_reaches_the_rule_that_reads_it():
     heldout = HeldoutSet(metric="loss", shares=(8, 8), digest="0" * 64, vault=VaultSet(shares=(4, 4), digest="1" * 64))
     chosen = {"min_steps": 7, "threshold": 12.0, "gap_sigmas": 6.0, "kl_hard_stop": 0.2, "pause_after": 9}
     rule = SequentialGuard.of(config(**chosen, vault_sigmas=3.0), heldout)
-    assert rule == SequentialGuard(**{**chosen, "gap_sigmas": None}, vault_sigmas=3.0)
+    assert rule == SequentialGuard(**{**chosen, "gap_sigmas": None}, vault_sigmas=3.0, losses=True)
     of_rewards = SequentialGuard.of(config(**chosen), heldout.model_copy(update={"metric": "reward"}))
     assert of_rewards == SequentialGuard(**chosen, vault_sigmas=2.0)  # a gap of losses is memorisation
     deaf = HeldOutRule.of(config(rule="heldout", rise_eps=0.5, min_steps=1, decline_patience=1), heldout)

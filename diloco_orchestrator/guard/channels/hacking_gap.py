@@ -17,8 +17,8 @@ from diloco_orchestrator.guard.channels.remembered import Remembered, added
 
 FIRST_JUDGED = 18  # rounds: the difference of two metrics is noisier than one
 BLOCK = 8  # rounds of a mean
-WIDTHS = 2.0  # times the range of the gaps before, that a jump exceeds
-FEWEST = 6  # different rounds before a jump, of at most `BLOCK` that are compared with those since
+WIDTHS = 2.0  # times their range by which the gaps before must lie below those since
+FEWEST = 6  # different rounds before, of at most `BLOCK` that are compared with those since
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
 # A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
@@ -31,10 +31,10 @@ class HackingGap(Remembered):
 
     Both gains count from the reference, the block of 8 rounds up to which the held-out mean last improved beyond noise;
     a new reference resets the sum. Each round adds (gap - allowed gap) / sigma, limited to ±3.5, minus 0.25; the sum
-    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where both jumped
-    apart and have stood still since, sigma is half the smallest change: the noise is then less than what was measured
-    while they moved. An alarm is raised when the sum is above the threshold, unless the last 8 rounds have the best
-    held-out mean. The stored state is the fields below: 24 numbers.
+    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where both moved
+    apart at once and have not changed since, sigma is half the smallest change: the noise is then less than what was
+    measured while they moved. An alarm is raised when the sum is above the threshold, unless the last 8 rounds have the
+    best held-out mean. The stored state is the fields below: 24 numbers.
     """
 
     # Rounds in which neither metric may change for that: a reward that is always won, and a score of no item right.
@@ -75,8 +75,8 @@ class HackingGap(Remembered):
             return []
         held_then, trained_then, since = self.reference
         fell = few < self.best[0] - held and trained > trained_then
-        jumped = fell and self.STILL is not None and _jumped(scores, [*noise.last, trained - held], few, self.STILL)
-        sigma = (noise.step or 0.0) / 2 if jumped else noise.sigma()
+        apart = fell and self.STILL is not None and _moved_apart(scores, [*noise.last, trained - held], few, self.STILL)
+        sigma = (noise.step or 0.0) / 2 if apart else noise.sigma()
         if not sigma > 0:
             return []
         gap = (trained - trained_then) - (held - held_then)
@@ -117,14 +117,14 @@ class HackingGap(Remembered):
             self.reference, self.total = self.best, 0.0
 
 
-def _jumped(held: Sequence[float], apart: Sequence[float], few: float, still: int) -> bool:
-    """Whether both metrics jumped apart within a few rounds and have not changed since, in `still` rounds or more.
+def _moved_apart(held: Sequence[float], apart: Sequence[float], few: float, still: int) -> bool:
+    """Whether both metrics moved apart within a few rounds and have not changed since, in `still` rounds or more.
 
     The held-out score is then below those of the rounds before, and the training metric's distance to it above theirs,
     by more than twice their own range and `few`. A model that no longer changes, as after its reward is always won,
-    stands still at a score that is as often low as high: that is no jump. Rounds that repeat both metrics count as one:
-    they do not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out
-    score, of the last rounds with both.
+    keeps a score that is as often low as high: that is no hack. Rounds that repeat both metrics count as one: they do
+    not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out score, of
+    the last rounds with both.
     """
     rounds = [*zip(reversed(held), reversed(apart), strict=False)]  # newest first
     different = [pair for pair, _ in groupby(rounds)]
