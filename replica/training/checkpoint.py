@@ -109,7 +109,7 @@ class Checkpoint:
         are those that this replica published last. A stateful object that is in neither starts anew, with a warning.
         """
         self._rounds.buffers.resume()
-        found, made = set[str](), self.small.hyperparameters()
+        found: set[str] = set()
         if saved is not None:
             self.load(saved)
             found |= set(saved.stateful)
@@ -117,22 +117,6 @@ class Checkpoint:
             found |= self.small.load(progress.stateful, "this replica's newest manifest", rates)
             for name in sorted(set(self._stateful) - found):
                 log.warning("stateful %r begins anew: this replica's newest manifest lacks it", name)
-        self._warn_of_arguments(made)
-
-    def _warn_of_arguments(self, made: list[dict[str, Any]]) -> None:
-        """Log which hyperparameters in `made`, of the training function, are restored, and equal a changed argument."""
-        changed = sorted((k, v) for k, v in self._attempt.begin.settings.items() if k.startswith("args."))
-        for was, now in zip(made, self.small.hyperparameters(), strict=True):
-            for name, value in changed:
-                for key in (k for k, v in was.items() if isinstance(v, int | float) and v == value and now[k] != v):
-                    log.warning(
-                        "%s=%s has no effect on the optimizer's %s: attach has restored %s, of the base. What shall "
-                        "change is set after attach, inside the `with`",
-                        name,
-                        value,
-                        key,
-                        now[key],
-                    )
 
     def go_back(self, saved: SavedState) -> None:
         """Load the optimizer and large objects of an earlier state, but keep the learning rates of schedules."""

@@ -141,17 +141,6 @@ def test_a_replica_without_a_contribution_to_that_base_has_the_learning_rates_of
     assert rates_of_a_leg(fleet)[0] == [(4, 0.5**2), (5, 0.5**3)]
 
 
-@pytest.mark.parametrize(("change", "words"), [({"args.lr": 1.0}, 1), ({"args.lr": 0.3}, 0), ({}, 0)])
-def test_an_argument_of_a_leg_that_restored_learning_rates_make_useless_is_named(change, words, caplog):
-    """The training function makes its optimizer with lr=1.0, which is .5 ** 6 at the base."""
-    fleet = Fleet(replicas=1, rounds=3, sync_every=2, quorum=1, args={"lr": 0.5})
-    rates_of_a_leg(fleet)
-    begin_next_leg(RunLog(fleet.store), rounds=1, from_round=None, by="test", why="", stamp=STAMP, change=change)
-    assert rates_of_a_leg(fleet)[0][0] == (6, 0.5**6)
-    said = [each for each in caplog.messages if "args.lr=1.0 has no effect on the optimizer's lr: attach" in each]
-    assert len(said) == words and all("restored 0.015625" in each for each in said)
-
-
 # -- dtypes -----------------------------------------------------------------------------------------------------------
 
 
