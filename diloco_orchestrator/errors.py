@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from diloco_orchestrator.executors.error_sections import Documented as Documented
+from diloco_orchestrator.executors.error_sections import error_line as error_line
 from diloco_orchestrator.executors.error_sections import more_about as more_about
 from diloco_orchestrator.executors.names import nearest as nearest
 from diloco_orchestrator.executors.names import unknown_name as unknown_name

@@ -61,8 +61,8 @@ def _figures_of(run: "ComparedRun") -> dict[str, str]:
     return {
         "state": f"{run.state}: {run.reason}",
         "held-out, last": last,
-        "held-out, best": "not scored" if run.best is None else f"{run.best:.4f}, as round {run.best_round} began",
-        "rounds": f"{run.rounds}",
+        "held-out, best": "not scored" if run.best is None else f"{run.best:.4f}, after round {run.best_round}",
+        "outer steps": f"{run.outer_steps}",
         "tokens": f"{run.tokens:,}" if run.tokens else "not observed",
         "took": duration(run.hours * 3600),
         "payload moved": megabytes(run.bytes),

@@ -37,8 +37,8 @@ class ComparedRun:
     heldout_digest: str  # of the held-out items; scores over other items are not comparable
     final: float | None  # the last held-out score; None if there is none; so below
     best: float | None
-    best_round: int | None  # the round that began with the base of the best score
-    rounds: int
+    best_round: int | None  # after which the model has the best score, as `pull --round` names it
+    outer_steps: int  # taken
     tokens: int
     hours: float  # of all legs together
     bytes: int  # payload written and read by all replicas
@@ -109,8 +109,7 @@ def compare(urls: Sequence[str], open_: Callable[[str], RunReader]) -> Compariso
 def _read(reader: RunReader) -> ComparedRun:
     status, start = reader.status(), reader.log.start()
     facts, set_ = facts_of(reader, status), start.record.heldout if start else None
-    scores = [(row.heldout, row.round) for row in status.rounds if row.heldout is not None]
-    best = (max if set_ is not None and set_.metric == "reward" else min)(scores, default=(None, None))
+    scores = [row.heldout for row in status.rounds if row.heldout is not None]
     heldout, training = _curves(reader)
     return ComparedRun(
         name=status.url.rstrip("/").rpartition("/")[2],
@@ -120,10 +119,10 @@ def _read(reader: RunReader) -> ComparedRun:
         reason=status.reason,
         metric=set_.metric if set_ else "",
         heldout_digest=set_.digest if set_ else "",
-        final=scores[-1][0] if scores else None,
-        best=best[0],
-        best_round=best[1],
-        rounds=status.round,
+        final=scores[-1] if scores else None,
+        best=status.model.best_heldout,
+        best_round=status.model.best_round,
+        outer_steps=status.outer_step,
         tokens=sum(row.tokens for row in status.rounds),
         hours=facts.seconds / 3600,
         bytes=sum(row.bytes_up + row.bytes_down for row in status.rounds),

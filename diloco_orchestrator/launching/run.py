@@ -402,7 +402,8 @@ def launch(
         if not opened.create(code, prepared.archive.data):  # with equal bytes it would count as created
             raise RunFolderTaken(f"{prepared.url} holds other bytes than the code to send as {code}. Use a new folder.")
     if prepared.key is not None:
-        keep_key(prepared.key)
+        words = "signed: only who holds the run's keys goes on with it. They are in %s; for another machine: %s"
+        log.info(words, keep_key(prepared.key).parent, f"diloco key {quote(prepared.url)} --export")
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config

@@ -246,7 +246,7 @@ class Fleet:
         told = next((cause for cause in self._told if cause in state.reason), None)
         if told is None:
             if isinstance(state, Ended) and not repeated:
-                self._told[state.reason] = who
+                self._told[state.reason.removeprefix(f"{Outcome.PERMANENT}: ")] = who
             return words
         replica_id, attempt = self._told[told]
         if (replica_id, attempt) != who:

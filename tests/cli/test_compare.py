@@ -60,7 +60,8 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in found if len(cells) == 3}
     assert rows[""] == ["voted", "joined"]
     assert rows["held-out, last"] == ["0.7886 (loss, nats per token)", "0.1476 (loss, nats per token)"]
-    assert rows["held-out, best"] == ["0.6157, as round 4 began", "0.1476, as round 6 began"]
+    assert rows["held-out, best"] == ["0.6157, after round 3", "0.1476, after round 5"]  # as `pull --round`
+    assert rows["outer steps"] == ["6", "6"]
     assert rows["tokens"] == ["496", "88"]
     assert rows["took"] == ["1 min 18 s", "16 s"]
     assert rows["payload moved"][0] == "7.2 kB"

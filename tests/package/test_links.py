@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,12 @@ def test_the_version_to_cite_is_this_one():
     from diloco_orchestrator.protocol.version import VERSION
 
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_no_line_of_the_changelog_stands_twice():
+    """A merge of two branches that add lines at one place may keep what one of them has moved."""
+    begun = Counter(line[:60] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- "))
+    assert not [line for line, times in begun.items() if times > 1]
 
 
 def test_every_error_that_is_raised_on_purpose_has_a_section():
