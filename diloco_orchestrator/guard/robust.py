@@ -139,6 +139,22 @@ def _with_score(
     return replace(evidence, heldout=everyone.mean + level, gains=gains), first, level, everyone.spread, far
 
 
+def scale_of(state: Mapping[str, Any], heldout: HeldoutSet) -> tuple[float | None, float]:
+    """The scale of folded scores, by the level B from which they go on, and what to add to make them means over all
+    items.
+
+    `_with_score` goes on from the mean over the shares that the first scores were of; shares that came later have other
+    first scores. `state`: the guard's state after a round. (None, 0.0) if nothing was scored yet.
+    """
+    first, level = state.get("baselines"), state.get("level")
+    if not isinstance(first, dict) or not isinstance(level, float) or not math.isfinite(level):
+        return None, 0.0
+    # Whoever may commit may have written anything into the state, and who shows a row does not derive it.
+    known = [(count, first.get(str(share))) for share, count in enumerate(heldout.shares)]
+    means = [(count, mean) for count, mean in known if count and isinstance(mean, float) and math.isfinite(mean)]
+    return level, first_mean(means) - level if means else 0.0
+
+
 def _training_metric(
     state: Mapping[str, Any], reports: RoundReports
 ) -> tuple[float | None, float | None, tuple[int, ...]]:

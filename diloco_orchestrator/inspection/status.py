@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_orchestrator.allreduce.dealing import bytes_down_of_round, scatters
 from diloco_orchestrator.allreduce.shards import shard_ranges
+from diloco_orchestrator.guard.robust import scale_of
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
 from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_rows
@@ -207,6 +208,9 @@ class RunReader:
     def _begin_rows(self) -> None:
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
+        # Of the newest held-out scores: their scale (`scale_of`), and the first of the rows that have it.
+        self._scale: tuple[float | None, float] = (None, 0.0)
+        self._since = 0
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
         self._bases = DefaultBases()
         self._speeds = PlaceSpeeds(self.attempts.place)
@@ -236,6 +240,7 @@ class RunReader:
     def rows(self) -> list[RoundRow]:
         """One `RoundRow` per commit, oldest first, all in memory. Raises `RecordInvalid` for a broken hash chain."""
         for commit, row in self._new_rows.with_commits():
+            self._rescale(commit)
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
             self._bases.add(commit, self._begin(commit.leg))
@@ -244,6 +249,26 @@ class RunReader:
             self._begin_rows()
             return self.rows()
         return list(self._rows)
+
+    def _rescale(self, commit: Commit) -> None:
+        """Put the rows before `commit` on the scale of its held-out score, if that has other shares but the same level.
+
+        A share that is scored for the first time changes the mean over all items: no round would show so.
+        """
+        start = self.log.start()
+        if start is None or start.record.heldout is None or commit.guard is None:
+            return
+        scored = start.record.heldout
+        (level, shift), before = scale_of(commit.guard, scored), self._scale
+        if level != before[0]:
+            self._since = len(self._rows)
+        elif shift != before[1]:
+            more = sign_of(scored) * (shift - before[1])
+            self._rows[self._since :] = [
+                row if row.heldout is None else replace(row, heldout=row.heldout + more)
+                for row in self._rows[self._since :]
+            ]
+        self._scale = level, shift
 
     def model(self) -> DefaultModel:
         """Model that commands use if the user names no round. Raises `RecordInvalid` where the hash chain breaks, and
@@ -257,9 +282,9 @@ class RunReader:
     def _model(self, begins: Sequence[Begin]) -> DefaultModel:
         """The model that commands use if the user names no round, according to the commits read so far."""
         found = default_base(self.log, self._bases, begins)
-        score, newest = self._as_measured(found.score), self._as_measured(found.newest_score)
+        score, newest = self._shown(found.round), self._shown(found.newest)
         best = self._bases.scores.best(self._bases.bases(begins))
-        of_best = self._as_measured(self._bases.scores.score(best))
+        of_best = self._shown(best)
         return DefaultModel(
             found.round, score, found.newest, newest, found.after_verdict, None if of_best is None else best, of_best
         )
@@ -355,7 +380,7 @@ class RunReader:
     def heldout_of_base(self, round_: int) -> float | None:
         """The held-out score of the base after a round, with the metric's own sign; None if no commit scored it."""
         self.rows()
-        return self._as_measured(self._bases.scores.score(round_))
+        return self._shown(round_)
 
     def bases(self) -> list[int]:
         """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
@@ -367,11 +392,10 @@ class RunReader:
         best = self._bases.scores.best(self.bases())
         return None if self._bases.scores.score(best) is None else best
 
-    def _as_measured(self, score: float | None) -> float | None:
-        """A held-out score of the log with the metric's own sign; None for None."""
-        start = self.log.start()
-        heldout = start.record.heldout if start else None
-        return None if score is None or heldout is None else sign_of(heldout) * score
+    def _shown(self, base: int) -> float | None:
+        """The held-out score of the base after a round, as the row of the round that scored it has it."""
+        scored_in = self._bases.scores.scored_in(base)
+        return None if scored_in is None else self._rows[scored_in - self._rows[0].round].heldout
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
@@ -483,7 +507,9 @@ def _row(expected: set[int], scored: HeldoutSet | None, commit: Commit) -> Round
         dropped_steps=figures.dropped_steps,
         loss=figures.loss,
         reward=figures.reward,
-        heldout=None if value is None or scored is None else sign_of(scored) * value,
+        heldout=None
+        if value is None or scored is None
+        else sign_of(scored) * (value + scale_of(commit.guard or {}, scored)[1]),
         proxy_real_gap=verdict.proxy_real_gap if verdict else None,
         tokens=figures.tokens,
         bytes_up=figures.payload_bytes,

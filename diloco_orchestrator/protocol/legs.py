@@ -61,7 +61,7 @@ class BaseScores:
         self.fragments: set[int] = set()  # that rounds of the newest leg synchronised
         self.last: Commit | None = None
         self._base, self._leg = 0, 1
-        self._scores: dict[int, float] = {}  # by the round of the base
+        self._scores: dict[int, tuple[float, int]] = {}  # score and the round of its commit, by the round of the base
 
     def add(self, commit: Commit, begin: Begin) -> None:
         """Add the held-out score in `commit`, the next commit. `begin`: the record of the start or resume before it."""
@@ -69,8 +69,8 @@ class BaseScores:
             self._leg, self._base = commit.leg, begin.from_round
             self.fragments.clear()
         value = commit.verdict.value if commit.verdict else None
-        if value is not None:
-            self._scores[self._base] = max(value, self._scores.get(self._base, value))
+        if value is not None and (self._base not in self._scores or value > self._scores[self._base][0]):
+            self._scores[self._base] = value, commit.round
         self._base = commit.round if commit.applied else self._base
         self.fragments.add(commit.fragment)
         if commit.stop != "none":
@@ -79,17 +79,21 @@ class BaseScores:
 
     def best(self, among: Collection[int]) -> int:
         """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none is scored."""
-        scored = [(score, base) for base, score in self._scores.items() if base in among]
+        scored = [(score, base) for base, (score, _) in self._scores.items() if base in among]
         return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
 
     def score(self, base: int) -> float | None:
         """The held-out score of the base after a round; None if no commit holds one."""
-        return self._scores.get(base)
+        return self._scores[base][0] if base in self._scores else None
+
+    def scored_in(self, base: int) -> int | None:
+        """The round whose commit holds the score of the base after a round; None if no commit holds one."""
+        return self._scores[base][1] if base in self._scores else None
 
     def forget(self, but: Sequence[int]) -> None:
         """Drop the scores of the bases up to the last round in `but`, except those of the rounds in `but`."""
         last = max(but, default=0)
-        self._scores = {base: score for base, score in self._scores.items() if base > last or base in but}
+        self._scores = {base: found for base, found in self._scores.items() if base > last or base in but}
 
 
 @dataclass(frozen=True)

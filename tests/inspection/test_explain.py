@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from protocol_fleet import Fleet, play, report
 
+from diloco_orchestrator.guard.robust import scale_of
 from diloco_orchestrator.inspection.explain import explain, statistic_lines, why_still
 from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Halt
+from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Statistic, Verdict, VerdictKind
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -198,3 +200,30 @@ def test_the_status_knows_when_anything_moved_last():
     fleet.store.put(keys.heartbeat(1, 1), beat.to_bytes())
     found = RunReader(fleet.store).status()
     assert (found.state, found.moved_at, found.hung_after_s) == ("running", later, 180.0)
+
+
+def test_a_held_out_score_is_the_mean_of_what_was_scored_though_a_share_was_missing_in_the_first_round():
+    """Replica 1 brings its share, whose items are harder, a round late; the guard's own scale stays that of share 0.
+
+    The first round is shown as if all items had been scored: share 0 gained a quarter until share 1 had .125.
+    """
+    fleet = Fleet(replicas=2, scored=True)
+    participants = fleet.join_all()
+    easy, hard = [0.5, 0.75, 0.875, 1.0], [None, 0.125, 0.25, 0.25]
+    for scores in zip(easy, hard, strict=True):
+        play(participants, [1.0, 1.0], [report(i, score) for i, score in enumerate(scores)])
+    reader = RunReader(fleet.store)
+    means, rows = [0.1875, 0.4375, 0.5625, 0.625], reader.rows()
+    assert [abs(row.heldout or 0.0) for row in rows] == means
+    assert [abs(reader.heldout_of_base(base) or 0.0) for base in range(4)] == means
+    folded = [row.verdict.value for row in reader.commits() if row.verdict is not None]
+    assert folded == pytest.approx([0.5, 0.75, 0.875, 0.9375])
+    assert f"{rows[-1].heldout:.4f} before round 4" in told(reader)[1]
+
+
+JUNK = [{}, {"baselines": 3, "level": 1.0}, {"baselines": {"x": [], "0": "1"}, "level": 1.0}, {"level": None}]
+
+
+@pytest.mark.parametrize("state", JUNK)
+def test_a_guard_state_that_somebody_made_up_does_not_end_a_reader(state: dict[str, object]):
+    assert scale_of(state, HeldoutSet(metric="reward", shares=(10, 10), digest="0" * 64))[1] == 0.0
