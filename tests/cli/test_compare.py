@@ -59,7 +59,7 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     found = (re.split("[│┃]", line)[1:-1] for line in told.stdout.splitlines())
     rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in found if len(cells) == 3}
     assert rows[""] == ["voted", "joined"]
-    assert rows["held-out, last"] == ["0.7886 (loss, nats per token)", "0.1476 (loss, nats per token)"]
+    assert rows["held-out, last"] == ["1.2879 (loss, nats per token)", "0.1476 (loss, nats per token)"]
     assert rows["held-out, best"] == ["0.6157, after round 3", "0.1476, after round 5"]  # as `pull --round`
     assert rows["outer steps"] == ["6", "6"]
     assert rows["tokens"] == ["496", "88"]
@@ -79,7 +79,7 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(runs, tmp_p
     asked = [str(runs / "voted"), str(tmp_path / "none"), str(torn)]
     told = diloco_here("compare", *asked, "--html", "page.html", cwd=tmp_path)
     assert told.returncode == 1
-    assert "0.7886" in told.stdout
+    assert "1.2879" in told.stdout
     assert f"{tmp_path / 'none'} is not shown: NoSuchRun: " in told.stdout
     assert f"{torn} is not shown: RecordInvalid: " in told.stdout
     assert str(torn) in (tmp_path / "page.html").read_text()
