@@ -60,7 +60,7 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in found if len(cells) == 3}
     assert rows[""] == ["voted", "joined"]
     assert rows["held-out, last"] == ["1.2879 (loss, nats per token)", "0.1476 (loss, nats per token)"]
-    assert rows["held-out, best"] == ["0.6157, after round 3", "0.1476, after round 5"]  # as `pull --round`
+    assert rows["held-out, best"] == ["1.1150, after round 3", "0.1476, after round 5"]  # as `pull --round`
     assert rows["outer steps"] == ["6", "6"]
     assert rows["tokens"] == ["496", "88"]
     assert rows["took"] == ["1 min 18 s", "16 s"]
