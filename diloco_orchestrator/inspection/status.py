@@ -208,7 +208,7 @@ class RunReader:
     def _begin_rows(self) -> None:
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []
-        # Of the newest held-out scores: their scale (`scale_of`), and the first of the rows that have it.
+        # Scale of the newest held-out scores (`scale_of`), and the first of the rows that have its level.
         self._scale: tuple[float | None, float] = (None, 0.0)
         self._since = 0
         self._committed_at: list[tuple[int, float]] = []  # leg and time of every commit
