@@ -32,6 +32,7 @@ from diloco_orchestrator.supervision.fleet import Fleet
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.place_book import PlaceBook
 from diloco_orchestrator.supervision.retention import RetentionSweeper
+from diloco_orchestrator.supervision.rotation import halt_for_void_commits
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
@@ -82,8 +83,9 @@ class Coordinator:
         self.reader, run_log = reader, reader.log
         attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
-        self.leg = begin.record.leg
-        self._executor, clock, stamp = means.executor, means.clock, means.stamp
+        self.leg, self._begin = begin.record.leg, begin.record
+        self._executor, clock, self._stamp = means.executor, means.clock, means.stamp
+        stamp = self._stamp
         self._clock = clock
         self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
@@ -199,6 +201,7 @@ class Coordinator:
         if spent := self._budget.enforce(self._clock.now(), self._clock.wall_time()):
             self.stop("halted", f"halt requested: {spent}")
             return
+        halt_for_void_commits(self.reader.log, self._begin, coordinator_name(), self._stamp)
         try:
             self._sweeper.step()
         except DilocoError as error:  # a failed deletion must not end the run

@@ -21,9 +21,11 @@ RULES = {
     "barred": "after a leg that failed by void commits their authors commit nothing",
     "in all": "the same after three void ones of one author in a leg, though not in a row",
     "somebody": "never is every replica kept from committing",
-    "end": "the coordinator checks verdicts before it ends: of what one author wrote last, and the commit before",
+    "result": "a result that the last commit contradicts makes a reader check every verdict",
+    "failed": "who begins a leg after one that failed has checked every verdict",
+    "stop": "after a leg's stop no commit is of the log until another leg begins",
 }
-REPLICAS, STEPS, IN_A_ROW, MOST = 3, 5, 3, 400
+REPLICAS, STEPS, IN_A_ROW, MOST = 3, 4, 3, 400
 INSIDER = 2
 
 
@@ -67,7 +69,9 @@ class World:
     instead: str
     odd: frozenset[int]  # honest replicas whose first commit is void, as by a wrong bit
     stored: dict[int, list[Commit]] = field(default_factory=dict)  # by round: of its names in turn
-    begins: list[tuple[int, int, int, frozenset[int]]] = field(default_factory=list)  # after round, digest, step, barred
+    begins: list[tuple[int, int, int, frozenset[int]]] = field(default_factory=list)  # round and digest, step, barred
+    results: dict[int, tuple[str, int]] = field(default_factory=dict)  # by leg, of replicas that ended with it
+    planned: tuple[int, int, int, frozenset[int]] | None = None  # a leg whose begin is about to be written
     number: int = 0
 
     def has(self, rule: str) -> bool:
@@ -93,6 +97,10 @@ class World:
         found: list[Read] = []
         while True:
             leg = self.leg_of(found)
+            if found and found[-1].stop and self.begins[leg - 1][0] != len(found) and self.has("stop"):
+                if self.takes(len(found) + 1) and not derives:
+                    raise RuntimeError("all verdicts are to be checked")
+                return found
             read = None
             for commit in self.takes(len(found) + 1):
                 read = self._read(commit, found, leg, derives)
@@ -123,15 +131,15 @@ class World:
         unlinked = commit.previous != before.commit.number
         if unlinked and before.void and not self.has("unnamed"):
             raise Changed("it does not name the void commit before it")
-        wrong = unlinked or bool(stop) or commit.leg != leg or commit.step not in (step, step + 1)
-        wrong |= (commit.stop == "completed") != (commit.step == STEPS)
+        wrong = unlinked or bool(stop) or commit.leg != leg or commit.step != min(step + 1, STEPS)
+        wrong |= (commit.stop == "completed") != (step == STEPS)
         if wrong and not unlinked and not derives and self.instead != "pass over":
             raise RuntimeError("all verdicts are to be checked")
         if wrong and not unlinked and before.unlinked and evidence:
             raise Changed("its author took an unlinked commit as it is written")
         if wrong or (derives and commit.false):
             return Read(commit, True, unlinked, step, empty + 1, stop or ("failed" if empty + 1 >= IN_A_ROW else ""))
-        empty = 0 if commit.step > step else empty + 1
+        empty = 0 if commit.step > step or commit.stop == "completed" else empty + 1
         return Read(commit, False, False, commit.step, empty, commit.stop or ("failed" if empty >= IN_A_ROW else ""))
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -141,8 +149,9 @@ class World:
         self.number += 1
         leg, last = self.leg_of(found), found[-1] if found else None
         step = last.step if last is not None and self.begins[leg - 1][0] != len(found) else self.begins[leg - 1][2]
-        stop = "completed" if step + 1 == STEPS else ""
-        return Commit(self.number, len(found) + 1, leg, last.commit.number if last else 0, step + 1, by, stop)
+        stop = "completed" if step == STEPS else ""
+        previous = last.commit.number if last else 0
+        return Commit(self.number, len(found) + 1, leg, previous, min(step + 1, STEPS), by, stop)
 
     def create(self, commit: Commit) -> None:
         """Under the first name of the round that no record has; who finds one there has lost."""
@@ -160,6 +169,7 @@ class World:
         found = self.log(derives=True)
         leg = self.leg_of(found)
         if found and self.begins[leg - 1][0] != len(found) and found[-1].stop:
+            self.results.setdefault(leg, (found[-1].stop, found[-1].commit.number))
             return
         commit = self.next(found, by)
         if by in self.odd:
@@ -179,12 +189,13 @@ class World:
                     self._forged(replace(own, round=round_, previous=-1))
             case 1:
                 self._forged(replace(own, step=own.step + 7))
-            case 2:  # up to the end, as readers take it that read no manifests
-                while not self.takes(own.round) and own.step <= STEPS:
-                    self._forged(replace(own, false=True))
-                    stop = "completed" if own.step + 1 == STEPS else ""
-                    following = replace(own, round=own.round + 1, previous=self.number, step=own.step + 1, stop=stop)
-                    own = following
+            case 2:
+                self._forged(replace(own, false=True))
+                if self.instead == "pass over":  # up to the end, as readers take it that read no manifests
+                    while own.step < STEPS:
+                        own = replace(own, round=own.round + 1, previous=self.number, step=own.step + 1)
+                        self._forged(own)
+                    self._forged(replace(own, round=own.round + 1, previous=self.number, stop="completed"))
             case 3:
                 self._forged(replace(own, later=True))
             case 4:
@@ -195,39 +206,40 @@ class World:
 
     def _forged(self, commit: Commit) -> None:
         self.number += 1
-        if self.exists(commit) or self.instead == "pass over":
-            if not self.takes(commit.round):
-                self.stored.setdefault(commit.round, []).append(replace(commit, number=self.number))
+        if (self.exists(commit) or self.instead == "pass over") and not self.takes(commit.round):
+            self.stored.setdefault(commit.round, []).append(replace(commit, number=self.number))
 
     def supervise(self) -> str:
         """What the coordinator does, who reads no manifests by itself: "end", "halt" or nothing."""
         found = self.log(derives=False)
         leg = self.leg_of(found)
         last = found[-1] if len(found) > self.begins[leg - 1][0] else None
-        if last is not None and last.stop and self.has("end"):
-            at = len(found)
-            while at > self.begins[leg - 1][0] and found[at - 1].commit.by == last.commit.by:
-                at -= 1
-            if any(each.commit.false and not each.void for each in found[max(0, at - 1) :]):
-                found = self.log(derives=True)
-                last = found[-1] if len(found) > self.begins[leg - 1][0] else None
+        result = self.results.get(leg)
+        contradicted = self.has("result") and result and last and result != (last.stop, last.commit.number)
+        if contradicted or (last and last.stop == "failed" and self.has("failed")):
+            found = self.log(derives=True)
+            leg = self.leg_of(found)
+            last = found[-1] if len(found) > self.begins[leg - 1][0] else None
         written = Counter(each.commit.by for each in found[self.begins[leg - 1][0] :] if each.void)
         many = {by for by, times in written.items() if times >= IN_A_ROW} if self.has("in all") else set()
         if last is None or not last.stop:
             return "halt" if many else ""
         if last.stop == "completed":
-            return "end"
+            return "end" if leg in self.results else ""  # replicas end by themselves
         if last.stop == "failed":
             many |= {each.commit.by for each in found[-IN_A_ROW:] if each.void}
         barred = self.begins[-1][3] | (many if self.has("barred") else set())
         if len(barred) == REPLICAS and self.has("somebody"):
             barred = self.begins[-1][3]
-        self.begins.append((len(found), last.commit.number, last.step, frozenset(barred)))
+        planned, self.planned = self.planned, (len(found), last.commit.number, last.step, frozenset(barred))
+        if planned is not None:  # what was written between, whoever begins a leg has not seen
+            self.begins.append(planned)
+            self.planned = None
         return ""
 
 
 def play(seed: int, without: str = "", instead: str = "", overwrites: bool = False) -> int:
-    """One schedule, to its end; returns how many rounds void commits have spent. Raises `Broken`.
+    """One schedule, to its end; returns how many rounds of a leg the insider has spent. Raises `Broken`.
 
     `overwrites`: the insider replaces a commit of the past by one of its own, once, and readers that come later must
     not read another log than those before.
@@ -245,13 +257,13 @@ def play(seed: int, without: str = "", instead: str = "", overwrites: bool = Fal
 
 
 def _play(world: World, overwrites: bool) -> int:
-    rng, halt, attacks = world.rng, False, not overwrites
+    rng, halt, attacks, odd = world.rng, False, not overwrites, len(world.odd)
     for _ in range(MOST):
         who = rng.randrange(REPLICAS)
         if who == INSIDER and attacks:
             world.forge()
         else:
-            world.honest(who, halt)
+            world.honest(who, halt or (attacks and rng.random() < 0.05))  # its user may ask for one, too
         if (said := world.supervise()) == "end":
             break
         halt = said == "halt"
@@ -266,15 +278,21 @@ def _play(world: World, overwrites: bool) -> int:
     else:
         raise Broken("the run does not end")
     found, said = world.log(derives=True), world.log(derives=False)
-    if not found or found[-1].stop != "completed":
+    if not found or found[-1].step != STEPS:
         raise Broken("the coordinator ended a run that is not complete")
     if [each.commit for each in found] != [each.commit for each in said]:
         raise Broken("readers that check verdicts and readers that do not read different logs")
-    before = [Read(found[0].commit, False, False, 0, 0, ""), *found]
-    begun = {after for after, _, _, _ in world.begins}
-    goes_on = [not last.stop or at in begun for at, last in enumerate(before)]  # before each commit
-    spent = sum(each.void and each.commit.by == INSIDER and goes_on[at] for at, each in enumerate(found))
+    begun = [after for after, _, _, _ in world.begins]
+    spent = []  # rounds of the insider's void commits, by leg
+    for first, last in zip(begun, [*begun[1:], len(found)], strict=True):
+        if any(each.stop for each in found[first : last - 1]):
+            raise Broken("a leg goes on after its stop")
+        own = [each.void for each in found[first:last] if each.commit.by == INSIDER]
+        spent.append(sum(own))
+        third = [at for at, void in enumerate(own) if void][IN_A_ROW - 1 : IN_A_ROW]
+        for at in third:  # a halt is asked for: rounds that the insider closes rightly need not obey it
+            spent[-1] -= 2 * own[at:].count(False)
     # Two more may be written between the third and the halt that it causes.
-    if spent > 2 * IN_A_ROW - 1:
+    if max(spent) > 2 * IN_A_ROW - 1 or sum(each >= IN_A_ROW for each in spent) > 1 + odd:
         raise Broken(f"the insider has spent {spent} rounds")
-    return spent
+    return max(spent)
