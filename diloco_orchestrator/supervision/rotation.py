@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 def check_failure(run_log: RunLog, begin: Begin) -> None:
     """Check all verdicts of a leg (start or resume to stop) that has failed, before another leg begins after it.
 
-    Void commits of several authors may have made it fail, and by verdicts that are not checked at another round. Only in
-    a signed run with rules about void commits. `begin`: of the newest leg.
+    Void commits of several authors may have made it fail, and by unchecked verdicts at another round. Only in a signed
+    run with rules about void commits. `begin`: of the newest leg.
     """
     run_log.result(begin.leg)  # replicas, which check every verdict, may have written another one
     last = run_log.newest(begin) if run_log.run.signed_rules is not None else None
@@ -134,7 +134,9 @@ def begin_epoch(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation:
     The run has stopped. Raises `ConfigError` without the run's own key.
     """
     key = key_of_run(run_log.run, run_log.store, "a rotation of its keys")
-    begin, barred = run_log.newest_begin().record, newly_barred(run_log, run_log.newest_begin().record)
+    begin = run_log.newest_begin().record
+    check_failure(run_log, begin)
+    barred = newly_barred(run_log, begin)
     commits, position = run_log.commits(), run_log.position()
     epoch = len(rotations_of(run_log.store)) + 2
     record = Rotation(

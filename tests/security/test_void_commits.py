@@ -4,6 +4,7 @@ Runs of the real code on virtual time. The insider spends some rounds, and at mo
 any more, and the run goes on to its end. Nobody removes an object, and no reader raises an error.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,7 +14,7 @@ from simulation_plan import Plan
 from simulation_signed import KEY, SignedSimulation
 from virtual_time import VirtualClock
 
-from diloco_orchestrator.errors import ObjectMissing
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
@@ -167,7 +168,7 @@ def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
     assert (commits[-1].stop, commits[-1].outer_step) == ("completed", PLAN.rounds)
     assert all(each.by.who[0] == INSIDER for each in void) and len(void) <= 5
     assert commits[-1].leg == (1 if attack == "later_schema" else 2)
-    assert {code for who, code in run.exit_codes.items() if who[0] != INSIDER} == {0}
+    assert set(run.exit_codes.values()) == {0}, "nor does the insider's process, which is honest, try to commit"
     later = [each for each in commits if each.leg == 2]
     assert all(each.by.who[0] != INSIDER for each in later)
     assert not later or any(INSIDER in [a.replica_id for a in each.answers if a.averaged] for each in later)
@@ -177,3 +178,20 @@ def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
         assert done.disagreement is None
         assert sum("is void" in note for note in done.notes) == len(void)
         assert RunReader(store).status().state == "completed"
+
+
+def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followed_it():
+    """The insider replaces a commit of the past by one of its own, which its key has signed."""
+    run = Attacked(later_schema)
+    run.play()
+    commits = RunLog(SignedStore(run.bucket.stored, {})).commits()
+    at = next(each.round for each, after in itertools.pairwise(commits) if each.by != after.by and each.round > 1)
+    assert commits[at - 1].by != commits[at].by
+    fields = {**parse_json(run.bucket.get(keys.commit(at - 1))), "by": str(By((INSIDER, 1))), "reason": "another"}
+    for info in list(run.bucket.stored.list(keys.commit(at - 1))):
+        MemoryStore.delete(run.bucket.stored, info.key)
+    run.write(at - 1, canonical_json(fields))
+    log = RunLog(SignedStore(run.bucket.stored, {}))
+    log.doubt()
+    with pytest.raises(RecordInvalid, match="changed after it was written"):
+        log.commits()

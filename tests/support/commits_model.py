@@ -1,12 +1,12 @@
-"""A model of void commits in signed runs: who holds one replica's key spends three rounds of a run at most, once.
+"""A model of void commits in signed runs: who holds one replica's key makes at most one leg fail, and stops no reader.
 
-Seeded random schedules of honest replicas, a coordinator and one insider, who may write any commit in its own name, also
-ahead of the log. The bucket is create-only, but in schedules with `overwrites`. `run_log.commit_readings` reads logs and
+Seeded random schedules of honest replicas, a coordinator, and one insider, who may write any commit in its own name,
+also ahead of the log. The bucket is create-only, but in schedules with `overwrites`. `run_log` reads logs, and
 `supervision.rotation` keeps authors from committing; the model has their rules and nothing else of them, so that each
 can be left out (`play(seed, without=...)`) and the schedule be seen that breaks then.
 
-`play(seed, instead="pass over")` has a rule that runs do not have: a void commit ends no round, and the next name of the
-round is read. It breaks by readers that do not read manifests: see `tests/simulation/test_commits_model.py`.
+`play(seed, instead="pass over")` has a rule that runs do not have: a void commit ends no round, and the next name of
+the round is read. It breaks by readers that do not read manifests.
 """
 
 import random
