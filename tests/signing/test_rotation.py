@@ -27,7 +27,7 @@ from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.supervision.rotation import certify, rotate
+from diloco_orchestrator.supervision.rotation import begin_epoch, certify
 
 STAMP = Stamp("test", lambda: 0.0)
 ROTATION = Rotation(
@@ -164,8 +164,8 @@ def test_whoever_wrote_void_commits_that_made_a_leg_fail_commits_no_more_while_s
         void = no_commit(round_, "test", By((author, 1))).model_copy(update={"previous": previous})
         assert views[author].create(keys.commit(round_), void.to_bytes())
         previous = sha256_hex(void.to_bytes())
-    rotation = rotate(RunLog(SignedStore(stored, {ENV_RUN_KEY: KEY.text()})), "user", "test", stamp)
-    assert rotation is not None and rotation.no_commits_by == barred
+    rotation = begin_epoch(RunLog(SignedStore(stored, {ENV_RUN_KEY: KEY.text()})), "user", "test", stamp)
+    assert rotation.no_commits_by == barred
     later = SignedStore(stored, {})
     later.get(keys.RUN)
     assert [may_commit(later, i) for i in range(3)] == [i not in (barred or ()) for i in range(3)]
