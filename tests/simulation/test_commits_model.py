@@ -22,6 +22,6 @@ def test_readers_that_check_no_verdicts_would_read_another_log_if_void_commits_e
     """Their author writes the whole log, with commits that contradict manifests alone: those who read no manifests
     follow it, while the others read the next names.
     """
-    with pytest.raises(Broken, match="ended a run|different logs"):
+    with pytest.raises(Broken, match="different logs"):
         for seed in range(3000):
             play(seed, instead="pass over")

@@ -422,17 +422,15 @@ class _Verifier:
         """
         is_noted = self._log.run.signed_rules is not None and entry.written.by.who is not None
         try:
-            if entry.contradicts:
-                raise Differs(key, f"is void: {entry.contradicts}")
+            _check_not_void(key, entry)
             manifests = self._bases.manifests(entry.commit)
             check_claims(key, entry.commit, manifests, derived.digest, self._log.run.config.invited, self._done)
-            judged = self._with_verdict(entry, manifests)
-            if judged.contradicts:
-                raise Differs(key, f"is void: {judged.contradicts}")
+            _check_not_void(key, self._with_verdict(entry, manifests))
         except Differs:
             if not is_noted:
                 raise
-            judged = optional(key, partial(self._log.conclusions.read, entry, self._last, derive_verdict=True))
+            read = partial(self._log.conclusions.read, entry, derive_verdict=True, previous=self._last)
+            judged = optional(key, read)
             if not judged.contradicts:
                 raise
             return judged, {}
@@ -475,6 +473,12 @@ class _Verifier:
             self._outer_steps[commit.round] = commit.outer_step
             self._guards[commit.round] = commit.guard
             self._made_in[commit.round] = commit.leg
+
+
+def _check_not_void(key: str, entry: CommitEntry) -> None:
+    """Raise `Differs` if the commit contradicts the log before it, so that every reader takes it as void."""
+    if entry.contradicts:
+        raise Differs(key, f"is void: {entry.contradicts}")
 
 
 def check_probe(store: Store, start: Start) -> None:
