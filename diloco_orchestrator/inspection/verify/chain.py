@@ -427,11 +427,11 @@ class _Verifier:
             check_claims(key, entry.commit, manifests, derived.digest, self._log.run.config.invited, self._done)
             _check_not_void(key, self._with_verdict(entry, manifests))
         except Differs:
-            if not is_noted:
-                raise
             read = partial(self._log.conclusions.read, entry, derive_verdict=True, previous=self._last)
-            judged = optional(key, read)
-            if not judged.contradicts:
+            judged = entry
+            with suppress(Differs, ObjectMissing):
+                judged = optional(key, read) if is_noted else entry
+            if not is_noted or not judged.contradicts:
                 raise
             return judged, {}
         return entry, manifests
