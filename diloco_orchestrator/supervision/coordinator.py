@@ -117,6 +117,7 @@ class Coordinator:
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
+        self._judged_void = False  # whether a replica wrote so many void commits that a halt was asked for
         self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was checked
         self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
@@ -201,7 +202,9 @@ class Coordinator:
         if spent := self._budget.enforce(self._clock.now(), self._clock.wall_time()):
             self.stop("halted", f"halt requested: {spent}")
             return
-        halt_for_void_commits(self.reader.log, self._begin, coordinator_name(), self._stamp)
+        self._judged_void = self._judged_void or halt_for_void_commits(
+            self.reader.log, self._begin, coordinator_name(), self._stamp
+        )
         try:
             self._sweeper.step()
         except DilocoError as error:  # a failed deletion must not end the run

@@ -6,6 +6,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.key_records import Colleague, Rotation
@@ -88,16 +89,19 @@ def due(run_log: RunLog, begin: Begin) -> set[int]:
     return found
 
 
-def halt_for_void_commits(run_log: RunLog, begin: Begin, by: str, stamp: Stamp) -> None:
+def halt_for_void_commits(run_log: RunLog, begin: Begin, by: str, stamp: Stamp) -> bool:
     """Request a halt for new keys once a replica has written three void commits in a leg (start or resume to stop).
 
-    Costs no request before. `begin`: the leg's.
+    Returns whether one has, so that the leg need not be looked at again; costs no request before. `begin`: the leg's.
     """
     authors = [replica_id for round_, replica_id in run_log.void_authors.items() if round_ > begin.after_round]
-    if not _most_void(authors) or run_log.halt(begin.leg) is not None or not (found := due(run_log, begin)):
-        return
-    why = f"replicas {sorted(found)} wrote {MAX_EMPTY_ROUNDS} void commits or more in leg {begin.leg}"
-    request_halt(run_log, by, why, stamp, new_keys=True)
+    if run_log.run.signed_rules is None or not _most_void(authors):
+        return False
+    if found := due(run_log, begin):
+        why = f"replicas {sorted(found)} wrote {MAX_EMPTY_ROUNDS} void commits or more in leg {begin.leg}"
+        with suppress(ConfigError):  # the leg has ended meanwhile
+            request_halt(run_log, by, why, stamp, new_keys=True)
+    return True
 
 
 def rotate(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation | None:
