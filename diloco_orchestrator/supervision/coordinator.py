@@ -84,8 +84,8 @@ class Coordinator:
         attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
         self.leg, self._begin = begin.record.leg, begin.record
-        self._executor, clock, self._stamp = means.executor, means.clock, means.stamp
-        stamp = self._stamp
+        self._executor, clock, stamp = means.executor, means.clock, means.stamp
+        self._stamp = stamp
         self._clock = clock
         self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
