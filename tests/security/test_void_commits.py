@@ -4,6 +4,7 @@ Runs of the real code on virtual time. The insider spends some rounds, and at mo
 any more, and the run goes on to its end. Nobody removes an object, and no reader raises an error.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from diloco_orchestrator.protocol.signatures import Signature, named_bytes, sign
 from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
@@ -92,7 +94,7 @@ class Attacked(SignedSimulation):
                 clock.sleep(1.0)
             if auto_resume(RunLog(self.network(clock)), means.stamp) is None:
                 return
-            self.leg += 1
+            self.leg = 2
             self.last_digests.clear()
 
 
@@ -159,16 +161,17 @@ def false(run: Attacked) -> Made:
 ATTACKS = {attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false)}
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
-    run = Attacked(ATTACKS[attack])
+def played(run: Attacked) -> Attacked:
     run.play()
-    commits = RunLog(SignedStore(run.bucket.stored, {})).commits()
+    return run
+
+
+def check(run: Attacked) -> list[Commit]:
+    """The commits of a run that has completed all outer steps, though the insider has spent some rounds of one leg."""
+    commits = list(RunLog(SignedStore(run.bucket.stored, {})).commits())
     void = [each for each in commits if each.reason.startswith("void")]
     assert (commits[-1].stop, commits[-1].outer_step) == ("completed", PLAN.rounds)
-    assert all(each.by.who[0] == INSIDER for each in void) and len(void) <= 5
-    assert commits[-1].leg == (1 if attack == "later_schema" else 2)
-    assert set(run.exit_codes.values()) == {0}, "nor does the insider's process, which is honest, try to commit"
+    assert all(each.by.who[0] == INSIDER and each.leg == 1 for each in void) and len(void) <= 5
     later = [each for each in commits if each.leg == 2]
     assert all(each.by.who[0] != INSIDER for each in later)
     assert not later or any(INSIDER in [a.replica_id for a in each.answers if a.averaged] for each in later)
@@ -178,12 +181,40 @@ def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
         assert done.disagreement is None
         assert sum("is void" in note for note in done.notes) == len(void)
         assert RunReader(store).status().state == "completed"
+    return commits
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
+    run = played(Attacked(ATTACKS[attack]))
+    assert check(run)[-1].leg == (1 if attack == "later_schema" else 2)
+    assert set(run.exit_codes.values()) == {0}, "nor does the insider's process, which is honest, try to commit"
+
+
+def rotated_and_begun(run: Attacked) -> tuple[float, float]:
+    """When the new keys were written, and when the leg that they count from."""
+    log = RunLog(SignedStore(run.bucket.stored, {}))
+    (rotation,) = rotations_of(log.store)
+    return rotation.at, log.begin_of(2).record.at
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_at_any_time_around_the_legs_end_leaves_it_to_the_next_one():
+    """Also between the rotation that names the insider and the begin of the next leg."""
+    first, last = rotated_and_begun(played(Attacked(linked)))
+    apart = []
+    for step in range(-1, 9):
+        when = first + step * (last - first) / 7
+        run = Attacked(linked, dataclasses.replace(PLAN, kills=((when, -1),)))
+        rotated, begun = rotated_and_begun(played(run))
+        assert check(run)[-1].leg == 2
+        apart.append(begun - rotated)
+    assert max(apart) > 15.0 > min(apart), "the next coordinator comes after 20 s"
 
 
 def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followed_it():
     """The insider replaces a commit of the past by one of its own, which its key has signed."""
-    run = Attacked(later_schema)
-    run.play()
+    run = played(Attacked(later_schema))
     commits = RunLog(SignedStore(run.bucket.stored, {})).commits()
     at = next(each.round for each, after in itertools.pairwise(commits) if each.by != after.by and each.round > 1)
     assert commits[at - 1].by != commits[at].by
