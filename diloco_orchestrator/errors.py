@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from diloco_orchestrator.executors.error_sections import Documented as Documented
+from diloco_orchestrator.executors.error_sections import error_line as error_line
 from diloco_orchestrator.executors.error_sections import more_about as more_about
 from diloco_orchestrator.executors.names import nearest as nearest
 from diloco_orchestrator.executors.names import unknown_name as unknown_name
@@ -69,7 +70,14 @@ class ObjectMissing(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """A transient fault (network, throttling, a server's 5xx). The request may have taken effect all the same."""
+    """A transient fault (network, throttling, a server's 5xx). The request may have taken effect all the same.
+
+    `after_s`: seconds for which the store asks for no further request (Retry-After); 0 if it does not say.
+    """
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
 
 
 class StoreDenied(StoreError):

@@ -14,7 +14,6 @@ somebody else could create them beforehand, with links to files that are then ov
 import fcntl
 import json
 import os
-import signal
 import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from diloco_orchestrator.executors.contract import (
     ReplicaStatus,
 )
 from diloco_orchestrator.executors.process_contract import EXIT_DONE, parse_exit_line
+from diloco_orchestrator.executors.processes import signal_name
 
 _TAIL_BYTES = 256 * 1024
 _OTHERS_WRITE = 0o022
@@ -110,7 +110,7 @@ class AttemptFolder:
             words = "gone without an exit code: it was killed while no parent was alive to record the signal"
             return ReplicaStatus(ReplicaState.FAILED, "lost", None, "gone", words)
         if code < 0:
-            return ReplicaStatus(ReplicaState.FAILED, "exit", code, "gone", f"killed by {signal.Signals(-code).name}")
+            return ReplicaStatus(ReplicaState.FAILED, "exit", code, "gone", f"killed by {signal_name(-code)}")
         state, reason = BY_EXIT_CODE.get(code, (ReplicaState.FAILED, "exit"))
         return ReplicaStatus(state, reason, code, "gone", "" if code == EXIT_DONE else f"exit code {code}")
 
@@ -118,24 +118,33 @@ class AttemptFolder:
         """The exit code that the parent recorded, else the one in the process's exit line; None if there is neither."""
         if (self.path / "code").exists():
             return int((self.path / "code").read_text())
-        fields = parse_exit_line(self.tail(5)[0])
-        return None if fields is None else int(fields["code"])
+        code = (parse_exit_line(self.tail(5)[0]) or {}).get("code")
+        return code if isinstance(code, int) else None
 
-    def tail(self, lines: int) -> tuple[list[str], int]:
-        """The last `lines` non-empty lines of output, and the output's size in bytes; ([], 0) without output file."""
+    def tail(self, lines: int, *, complete: bool = False) -> tuple[list[str], int]:
+        """The last `lines` non-empty lines of output, and the offset in bytes after them; ([], 0) without output file.
+
+        `complete`: without a last line that may not have been written to its end.
+        """
         if not self.output.exists():
             return [], 0
         with self.output.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - _TAIL_BYTES))
-            text = stream.read(size).decode(errors="replace")
-        return [line for line in text.splitlines() if line][-lines:] if lines else [], size
+            size, length = stream.seek(0, os.SEEK_END), _TAIL_BYTES
+            while True:
+                stream.seek(max(0, size - length))
+                data = stream.read(min(size, length))
+                if complete:
+                    data = data[: data.rfind(b"\n") + 1]
+                found = [line for line in data.decode(errors="replace").splitlines() if line]
+                if length >= size or (len(found) > lines and data):  # what comes first may be the end of a line
+                    return found[-lines:] if lines else [], max(0, size - length) + len(data)
+                length *= 4
 
     def logs(
         self, follow: bool, tail: int | None, has_ended: Callable[[], bool], pause: Callable[[], None]
     ) -> Iterator[str]:
         """Lines of output, all or the last `tail`; with `follow` as they are written, until the attempt has ended."""
-        lines, offset = ([], 0) if tail is None else self.tail(tail)
+        lines, offset = ([], 0) if tail is None else self.tail(tail, complete=follow)
         yield from lines
         ended = tail is not None and not follow
         while not ended:

@@ -5,6 +5,7 @@ Linux's /proc is read where there is one. Elsewhere, on macOS, psutil answers th
 
 import os
 import platform
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ class ProcessId:
         return found is not None and found[1] == self.start_ticks and found[0] not in "ZX"
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal, "SIGKILL"; "signal 35" for one that has none, such as most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def boot_id() -> str:
     """The kernel's random id of the current boot of this machine; empty where there is no /proc."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip() if _HAS_PROC else ""
@@ -62,11 +71,15 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
         except psutil.NoSuchProcess:
             return None
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
+        fields = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command's name before it may hold spaces
     return fields[0], int(fields[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of Linux's `stat` of a process from its state on. The name before them may be any bytes."""
+    return (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def find_by_environment(name: str, value: str) -> int | None:
@@ -116,7 +129,7 @@ def launcher_of(pid: int) -> int | None:
                 return int(parent.pid)
         return None
     with suppress(OSError):
-        parent_pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        parent_pid = int(_stat(pid)[1])
         if parent_pid not in (1, os.getpid()) and (_PROC / str(pid) / "exe").samefile(_PROC / f"{parent_pid}/exe"):
             return parent_pid
     return None

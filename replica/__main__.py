@@ -69,11 +69,11 @@ def main() -> int:
         background=ThreadBackground(),
         environ=environ,
         # The process above ranks trains nothing, and needs no torch.
-        load_libraries=lambda: None if (options.ranks or 1) > 1 else load_training_libraries(environ),
+        load_libraries=lambda: None if options.ranks else load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
         notice=notice,
         ranks=options.ranks,
-        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, notice, others).run(),
+        train_in_ranks=lambda attempt, ranks: RankProcesses(attempt, ranks, program, clock, others).run(),
         # By a thread of C, which runs also where a library holds the lock of the interpreter and never comes back.
         dump_stacks_after=lambda seconds: faulthandler.dump_traceback_later(seconds, file=2),
         end_process=_end,

@@ -37,7 +37,11 @@ def compare(urls: tuple[str, ...], page: Path | None, as_json: bool) -> int:
     else:
         if found.runs:
             Console().print(_table_of(found))
-        for line in [*found.warnings(), *(f"{url} is not shown: {why}" for url, why in found.missing.items())]:
+        for line in [
+            *found.bits(),
+            *found.warnings(),
+            *(f"{url} is not shown: {why}" for url, why in found.missing.items()),
+        ]:
             echo(line)
     return EXIT_FAILED if found.missing else EXIT_COMPLETED
 
@@ -57,8 +61,8 @@ def _figures_of(run: "ComparedRun") -> dict[str, str]:
     return {
         "state": f"{run.state}: {run.reason}",
         "held-out, last": last,
-        "held-out, best": "not scored" if run.best is None else f"{run.best:.4f}, as round {run.best_round} began",
-        "rounds": f"{run.rounds}",
+        "held-out, best": "not scored" if run.best is None else f"{run.best:.4f}, after round {run.best_round}",
+        "outer steps": f"{run.outer_steps}",
         "tokens": f"{run.tokens:,}" if run.tokens else "not observed",
         "took": duration(run.hours * 3600),
         "payload moved": megabytes(run.bytes),
@@ -91,6 +95,7 @@ def html_of(found: "Comparison") -> str:
     sections = [
         table(head, [(name, *values) for name, values in figures]) if found.runs else "",
         section("Settings", table(head, [(n, *values) for n, values in found.differing().items()]), "that differ"),
+        section("Bits", table(("",), [(words,) for words in found.bits()]), "by the digests of their bases"),
         section("Not comparable", table(("",), [(words,) for words in found.warnings()]), ""),
         section("Not shown", table(("run", "why"), list(found.missing.items())), "these runs could not be read"),
     ]

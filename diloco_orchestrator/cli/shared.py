@@ -132,26 +132,24 @@ def importable(target: str) -> str:
 
 
 def named_object(option: str, name: str | None) -> Any:
-    """The object that the value of an option names as "package.module:name"; None for None.
+    """The object that the value of an option names as "package.module:name" or "file.py:name"; None for None.
 
     Raises `ConfigError` if it is missing. `option`: for errors.
     """
     if name is None:
         return None
     import importlib
-    import sys
 
     from diloco_orchestrator.errors import ConfigError, nearest
 
-    module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    module, _, attribute = importable(name).partition(":")
     try:
         found = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"--{option} {name}: {module!r} cannot be imported ({error}). Run it where it can.") from None
     if not attribute or not hasattr(found, attribute):
         close = nearest(attribute, dir(found))
-        hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name."
+        hint = f"Did you mean {close!r}?" if close else "Write it as package.module:name or file.py:name."
         raise ConfigError(f"--{option} {name}: {module} has no {attribute!r}. {hint}")
     return getattr(found, attribute)
 

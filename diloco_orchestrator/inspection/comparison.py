@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from diloco_orchestrator.errors import DilocoError
@@ -10,6 +11,7 @@ from diloco_orchestrator.inspection.status import RoundRow, RunReader, RunStatus
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict
+from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ class ComparedRun:
     heldout_digest: str  # of the held-out items; scores over other items are not comparable
     final: float | None  # the last held-out score; None if there is none; so below
     best: float | None
-    best_round: int | None  # the round that began with the base of the best score
-    rounds: int
+    best_round: int | None  # after which the model has the best score, as `pull --round` names it
+    outer_steps: int  # taken
     tokens: int
     hours: float  # of all legs together
     bytes: int  # payload written and read by all replicas
     usd: float | None  # of machines whose price is known; None if none is
     unpriced: int  # attempts whose price is not known
     verdict: str  # of the guard, after the last round
+    bases: Sequence[str | None]  # digests: of the first base, and of that after round 1 and so on
     settings: Mapping[str, str]  # all of the newest leg by dotted name, and what ran: code, version, machines
     heldout: Sequence[Point]  # score of the base that a round began with
     training: Mapping[str, Sequence[Point]]  # mean over the replicas by metric, "loss" or "reward"
@@ -79,8 +82,12 @@ class Comparison:
             found.append("Some runs score a loss and some a reward: each metric has curves of its own.")
         return found
 
+    def bits(self) -> list[str]:
+        """A sentence about each run but the first: whether its bases (models) are those of the first, bit for bit."""
+        return [_bits(self.runs[0], run) for run in self.runs[1:]]
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "differing": self.differing(), "warnings": self.warnings()}
+        return {**asdict(self), "differing": self.differing(), "warnings": self.warnings(), "bits": self.bits()}
 
 
 def compare(urls: Sequence[str], open_: Callable[[str], RunReader]) -> Comparison:
@@ -102,8 +109,7 @@ def compare(urls: Sequence[str], open_: Callable[[str], RunReader]) -> Compariso
 def _read(reader: RunReader) -> ComparedRun:
     status, start = reader.status(), reader.log.start()
     facts, set_ = facts_of(reader, status), start.record.heldout if start else None
-    scores = [(row.heldout, row.round) for row in status.rounds if row.heldout is not None]
-    best = (max if set_ is not None and set_.metric == "reward" else min)(scores, default=(None, None))
+    scores = [row.heldout for row in status.rounds if row.heldout is not None]
     heldout, training = _curves(reader)
     return ComparedRun(
         name=status.url.rstrip("/").rpartition("/")[2],
@@ -113,20 +119,54 @@ def _read(reader: RunReader) -> ComparedRun:
         reason=status.reason,
         metric=set_.metric if set_ else "",
         heldout_digest=set_.digest if set_ else "",
-        final=scores[-1][0] if scores else None,
-        best=best[0],
-        best_round=best[1],
-        rounds=status.round,
+        final=scores[-1] if scores else None,
+        best=status.model.best_heldout,
+        best_round=status.model.best_round,
+        outer_steps=status.outer_step,
         tokens=sum(row.tokens for row in status.rounds),
         hours=facts.seconds / 3600,
         bytes=sum(row.bytes_up + row.bytes_down for row in status.rounds),
         usd=facts.usd,
         unpriced=facts.unpriced,
         verdict=_said(status.verdict, reader.commits()),
+        bases=_bases(reader),
         settings=_settings(reader, status, facts, set_),
         heldout=heldout,
         training=training,
     )
+
+
+def _bits(first: ComparedRun, other: ComparedRun) -> str:
+    """Whether the bases of two runs are equal, by their digests, and where they first differ."""
+    names = f"{other.name} and {first.name}"
+    if not first.bases or not other.bases:
+        return f"{names}: one has no first base yet."
+    both = enumerate(zip(first.bases, other.bases, strict=False))
+    known = [(round_, ours == theirs) for round_, (ours, theirs) in both if None not in (ours, theirs)]
+    equal = [round_ for round_, _ in takewhile(lambda each: each[1], known)]
+    if not equal:
+        return f"{names} begin with different bases."
+    if len(equal) < len(known):
+        return f"{names} are equal bit for bit up to the base after round {equal[-1]}, and differ from there on."
+    if equal[-1] + 1 == len(first.bases) == len(other.bases):
+        return f"{names} are equal bit for bit, in the base that each ends with and in all before."
+    return f"{names} are equal bit for bit as far as both are known: up to the base after round {equal[-1]}."
+
+
+def _bases(reader: RunReader) -> list[str | None]:
+    """Digests of the bases that each round began with, as its commit names them, None where it names none.
+
+    After them that of the last base, unless the last round has not changed it. It is that of the round's snapshot, a
+    claim of its writer that no commit confirms.
+    """
+    start, commits = reader.log.start(), reader.commits()
+    if start is None:
+        return []
+    known = [start.record.base_digest, *(commit.base_digest for commit in commits[1:])]
+    if not commits or not commits[-1].applied:
+        return known
+    said = ConfirmedSnapshots(reader.log).said_digests(len(commits))
+    return [*known, said.pop() if len(said) == 1 else None]
 
 
 def _said(verdict: Verdict | None, commits: Sequence[Commit]) -> str:

@@ -249,7 +249,9 @@ class RoundForecast:
 _BYTES_OF_MOMENTS = 8  # a parameter, of AdamW in fp32: most of a saved state
 
 
-def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -> RoundForecast:
+def forecast(
+    config: RunConfig, round_s: float, parameters: int | None = None, allowed: int | None = None
+) -> RoundForecast:
     """Predict requests and traffic of a round that takes `round_s` seconds.
 
     Every replica writes its payload's shards and its manifest, reads those of the others, and polls while it waits for
@@ -259,6 +261,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
 
     `parameters`: number of trainable parameters; without it the result has requests only, as of one shard. Bytes are
     those of matrices: embeddings, norms and heads, which have more bits with some codecs, need the model's layout.
+    `allowed`: requests in five minutes that the store allows, to which pauses are fitted; None: as many as come.
     """
     n, codec = config.replicas, get_codec(config.codec)
     lengths, size, scattered = [1], None, False
@@ -271,9 +274,10 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     states = {"round": 1.0, "snapshot": 1.0 / config.snapshot_every, "none": 0.0}[config.saves_state]
     pieces = -(-_BYTES_OF_MOMENTS * (parameters or 0) // (config.shard_mib * 2**20))
     saved = states * ((1 if pieces <= 1 else pieces + 1) + shards * (codec.feedback > 0))  # with residuals
-    beats, beats_read = pace.heartbeat_s(config, round_s), pace.heartbeats_read_s(config, round_s)
-    seldom = round_s / pace.seldom_read_s(round_s)
-    listings, polls = _while_waiting(config, round_s)
+    apart_s = pace.apart_s(config, allowed)
+    beats, beats_read = pace.heartbeat_s(config, round_s, apart_s), pace.heartbeats_read_s(config, round_s, apart_s)
+    seldom = round_s / max(pace.seldom_read_s(round_s), apart_s)
+    listings, polls = _while_waiting(config, round_s, apart_s)
     retention = 2.0 if config.retention.payloads == "needed" else 0.0  # payloads and states to delete
     requests = {
         "PUT": n * (shards + 1 + saved + round_s / beats) + 1 + _OBJECTS_OF_SNAPSHOT / config.snapshot_every,
@@ -283,7 +287,7 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
         + 1
         + n
         + 1
-        + _commit_polls(round_s)
+        + _commit_polls(round_s, apart_s)
         + polls
         + n * round_s / beats_read
         + (n + 1) * seldom,
@@ -311,20 +315,20 @@ def forecast(config: RunConfig, round_s: float, parameters: int | None = None) -
     )
 
 
-def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
+def _while_waiting(config: RunConfig, round_s: float, apart_s: float) -> tuple[float, float]:
     """Requests of all replicas that wait for the slowest in a round of `round_s` seconds, mean of `_DRAWS` draws.
 
     Returns (listings of manifests, the one after a replica's own response included; polls for rare events, for each
     kind of them).
     """
     rng, deviation_s = random.Random(0), _DIFFERENCE * round_s
-    pauses = pace.waiting(config, round_s, _MEASURED * deviation_s)
+    pauses = pace.waiting(config, round_s, _MEASURED * deviation_s, apart_s)
     listings = polls = 0.0
     for _ in range(_DRAWS):
         times = [rng.gauss(0.0, deviation_s) for _ in range(config.replicas)]
         last = max(times)
         for now in times:
-            polls += (last - now) // pace.waits_long_s(round_s)
+            polls += (last - now) // max(pace.waits_long_s(round_s), apart_s)
             listings += 1
             for pause_s in pauses.pauses():
                 if now >= last:
@@ -335,10 +339,10 @@ def _while_waiting(config: RunConfig, round_s: float) -> tuple[float, float]:
     return listings / _DRAWS, polls / _DRAWS
 
 
-def _commit_polls(round_s: float) -> float:
+def _commit_polls(round_s: float, apart_s: float) -> float:
     """GET requests of a coordinator for the commit of a round of `round_s` seconds, including the successful one."""
     open_s = polls = 0.0
     while open_s < round_s:
-        open_s += pace.commits_read_s(round_s, open_s)
+        open_s += max(pace.commits_read_s(round_s, open_s), apart_s)
         polls += 1
     return polls

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from shlex import quote
 from typing import Any
 
+from diloco_orchestrator.errors import error_line
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
@@ -269,9 +270,7 @@ def _missing(rows: Sequence[RoundRow]) -> list[str]:
 
 def _error_of(replica: ReplicaRow) -> tuple[str, str]:
     """Name and message of the error at the end of a replica's traceback, in one line; empty without traceback."""
-    lines = [line for line in (replica.error or "").splitlines() if line.strip() and not line.startswith("  More: ")]
-    heads = [i for i, line in enumerate(lines) if not line.startswith((" ", "\t"))] or [0]
-    name, _, message = " ".join(line.strip() for line in lines[heads[-1] :]).partition(": ")
+    name, _, message = error_line(replica.error or "").partition(": ")
     return name.rpartition(".")[2], message.rstrip(".")
 
 

@@ -86,8 +86,13 @@ class ReplicaRow:
     ranks: int = 1  # its processes, which train one model
     ended_after: int = 0  # the last round whose commit it had followed when it ended, often later than `round`
 
-    def words(self) -> str:
-        """The replica's state as text, and before it trains the reason why it does not yet."""
+    def words(self, *, stopped: bool = False) -> str:
+        """The replica's state as text, and before it trains the reason why it does not yet.
+
+        `stopped`: the run has, so that an attempt without an exit record is no longer what its records say.
+        """
+        if stopped and not self.state.startswith("ended: "):
+            return "never started" if self.state == "launching" else f"no exit record, last seen {self.state}"
         waits_for = self.waits_for or _FIRST_MINUTE.get(self.state, "")
         return f"{self.state}: {waits_for}" if waits_for else self.state
 
@@ -120,11 +125,16 @@ class DefaultModel:
     newest_round: int
     newest_heldout: float | None
     after_verdict: bool  # the guard halted the run: this is the best model by held-out score, not the newest
+    best_round: int | None = None  # the model with the best held-out score of all; None if none was measured
+    best_heldout: float | None = None
 
     def words(self) -> str:
-        """The default model and the newest one, with their scores, as text."""
+        """The default model and the newest one, with their scores, as text; and the best one, where it is another."""
         if not self.after_verdict:
-            return f"round {self.round}, the newest{_scored(self.heldout)}"
+            newest = f"round {self.round}, the newest{_scored(self.heldout)}"
+            if self.best_round in (None, self.round):
+                return newest
+            return f"{newest}; the best by held-out score is round {self.best_round}{_scored(self.best_heldout)}"
         best = f"round {self.round}, the best by held-out score{_scored(self.heldout)}"
         if self.round == self.newest_round:
             return f"{best}, and the newest"
@@ -248,7 +258,11 @@ class RunReader:
         """The model that commands use if the user names no round, according to the commits read so far."""
         found = default_base(self.log, self._bases, begins)
         score, newest = self._as_measured(found.score), self._as_measured(found.newest_score)
-        return DefaultModel(found.round, score, found.newest, newest, found.after_verdict)
+        best = self._bases.scores.best(self._bases.bases(begins))
+        of_best = self._as_measured(self._bases.scores.score(best))
+        return DefaultModel(
+            found.round, score, found.newest, newest, found.after_verdict, None if of_best is None else best, of_best
+        )
 
     def _begin(self, leg: int) -> Begin:
         return self.log.begin_of(leg).record

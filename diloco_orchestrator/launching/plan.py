@@ -15,8 +15,10 @@ from diloco_orchestrator.launching.prepare import (
     prepare_launch,
     sent,
 )
+from diloco_orchestrator.protocol import pace
 from diloco_orchestrator.protocol.record_format import StampFields
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
+from diloco_orchestrator.store.open_store import requests_allowed
 from diloco_orchestrator.supervision.placing import Open
 
 _MOUNTED = "note:      the run's folder is a path: it must be mounted where replicas run"
@@ -51,6 +53,7 @@ class LaunchPlan:
     ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
     machines: tuple[int, ...] = ()  # of each replica, where one has several ranks
     rank_bytes: tuple[tuple[int, int], ...] = ()  # of each replica: host memory for us in a rank, held and at the most
+    apart_s: float = 0.0  # least pause between two polls, where the store limits requests
     replica_usd: tuple[float, ...] = ()  # of each replica, an hour, where they have different numbers of ranks
 
     def to_json(self) -> dict[str, Any]:
@@ -130,11 +133,11 @@ class LaunchPlan:
             return []
         each = sum(self.round.requests.values())
         window = each * 300 / self.round_s
-        # Polls are few of them: longer rounds alone send fewer.
         fits = f"; rounds of {math.ceil(each * 300 / 1000)} s keep to 1,000" if window > 1000 else ""
         return [
             f"quota:     about {window:.0f} requests in five minutes; the Hub allows 1,000 (free), 2,500 (PRO), 3,000 "
-            f"(Team) or 6,000 (Enterprise), and states no other limit for its buckets{fits}"
+            f"(Team) or 6,000 (Enterprise), and states no other limit for its buckets; who waits asks every "
+            f"{self.apart_s:.0f} s, to fit 1,000{fits}"
         ]
 
     def lines(self) -> list[str]:
@@ -214,7 +217,7 @@ def plan_launch(
     """
     stamp: StampFields = {"write_id": "planned", "at": 0.0}
     prepared = prepare_launch(entrypoint, store, options, run_id="run-planned", stamp=stamp, dry=True)
-    config, archive = prepared.config, prepared.archive
+    config, archive, allowed = prepared.config, prepared.archive, requests_allowed(prepared.url)
     ranks = tuple(map(config.ranks_of, range(config.replicas)))
     shares = [4 * (parameters or 0) / count for count in ranks]  # bytes of a rank's part of the parameters in fp32
     known = [price for price in prepared.prices if price is not None]
@@ -232,7 +235,8 @@ def plan_launch(
         price_sources=tuple(sorted({price.source for price in known})),
         egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
         rounds=config.rounds,
-        round=forecast(config, round_s, parameters),
+        round=forecast(config, round_s, parameters, allowed),
+        apart_s=pace.apart_s(config, allowed),
         round_s=round_s,
         max_hours=config.max_hours,
         max_cost_usd=config.max_cost_usd,

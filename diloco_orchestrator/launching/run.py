@@ -13,7 +13,7 @@ from typing import Any, Unpack, cast
 from pydantic import JsonValue
 
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, in_parallel, random_token
-from diloco_orchestrator.config import GuardSettings, check_track
+from diloco_orchestrator.config import GuardSettings, check_track, config_of_leg
 from diloco_orchestrator.errors import (
     ConfigError,
     ObjectMissing,
@@ -313,7 +313,13 @@ class Run:
         for a round that left none.
         """
         run_log, executor = self._reader.log, self._means.executor
-        launching = self._means.requests(run_log, Launched(run_log.run_sha256))  # checked: the leg's settings follow
+        change: Mapping[str, JsonValue] = {
+            **_given(replicas=replicas, ranks_per_replica=cast(JsonValue, ranks_per_replica)),
+            **{f"outer.{name}": value for name, value in (outer or {}).items()},
+            **{f"args.{name}": value for name, value in (args or {}).items()},
+        }
+        leg = config_of_leg(run_log.run.config, {**run_log.begins()[-1].settings, **change}, guard=True)
+        launching = self._means.requests(run_log, Launched(run_log.run_sha256), leg)
         launching.check(executor)
         _check_credentials(executor, launching)
         begin = begin_next_leg(
@@ -325,11 +331,7 @@ class Run:
             stamp=self._means.stamp,
             override_guard=override_guard,
             guard=cast(Mapping[str, JsonValue] | None, guard),
-            change={
-                **_given(replicas=replicas, ranks_per_replica=cast(JsonValue, ranks_per_replica)),
-                **{f"outer.{name}": value for name, value in (outer or {}).items()},
-                **{f"args.{name}": value for name, value in (args or {}).items()},
-            },
+            change=change,
         )
         remember_leg(run_log, begin)
         return _supervised(run_log, self._means, self._track)
@@ -400,7 +402,8 @@ def launch(
         if not opened.create(code, prepared.archive.data):  # with equal bytes it would count as created
             raise RunFolderTaken(f"{prepared.url} holds other bytes than the code to send as {code}. Use a new folder.")
     if prepared.key is not None:
-        keep_key(prepared.key)
+        words = "signed: only who holds the run's keys goes on with it. They are in %s; for another machine: %s"
+        log.info(words, keep_key(prepared.key).parent, f"diloco key {quote(prepared.url)} --export")
     run_log = create_run(opened, prepared.run, by="launch", stamp=stamp)
     remember(run_log)
     config = prepared.config

@@ -78,8 +78,10 @@ class OpenDeal:
         room = (_AWAITED + 2) * count
         if end - last < room:  # too near to what is dealt in this round and the next ones
             end += -(-room // self.size) * self.size
-        highest = list(_free(_merged([*taken, *lowest]), last, end))
-        highest = _part(highest, sum(stop - first for first, stop in highest) - count, count)
+        taken = _merged([*taken, *lowest])
+        while (left := _count(highest := list(_free(taken, last, end)))) < count:  # others were dealt most of it before
+            end += self.size
+        highest = _part(highest, left - count, count)
         for place, replica_id in enumerate(others):
             self._dealt[round_, replica_id] = _part(highest, place * steps, steps)
 
@@ -144,6 +146,10 @@ def _free(taken: Sequence[Range], first: int, stop: int) -> Iterator[Range]:
         first = max(first, high)
     if first < stop:
         yield first, stop
+
+
+def _count(ranges: Iterable[Range]) -> int:
+    return sum(stop - first for first, stop in ranges)
 
 
 def _first(ranges: Iterable[Range], count: int) -> list[Range]:

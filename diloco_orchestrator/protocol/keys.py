@@ -275,6 +275,7 @@ commit = Form("rounds/<round>/commit.json")
 contributions = Form("rounds/<round>/contributions/")  # the prefix of a round's manifests
 contribution = Form("rounds/<round>/contributions/<id>.json")
 payloads = Form("rounds/<round>/payload/")  # the prefix of a round's payload shards
+payloads_of = Form("rounds/<round>/payload/<id>/<attempt>/")  # the prefix of those that one attempt published
 wants = Form("rounds/<round>/want/")  # the prefix of the requests for payloads of a round
 want = Form("rounds/<round>/want/<id>/<attempt>/<shard>.<version>.json")  # to upload a shard again, as that version
 _first_payload = Form("rounds/<round>/payload/<id>/<attempt>/<shard>.bin")

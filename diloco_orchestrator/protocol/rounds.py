@@ -55,6 +55,7 @@ class View:
     quorum_since: float | None  # when it first saw enough contributions
     deadline: StragglerDeadline | None  # None in the first round of a leg: machines are still starting
     out: Collection[int] = ()  # replicas that are launched no more in this leg, so that no response of theirs comes
+    vacated: Collection[int] = ()  # replicas scaled down or without a machine; launched again where too few are left
     tie_breakers: Collection[int] = ()  # replicas whose claims would decide a tie of two bases (`claims.is_tied`)
 
 
@@ -92,7 +93,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     - With a quorum of contributions it commits them once everyone on the roster has responded, or the straggler
       deadline and its grace have passed.
     - With fewer it makes a commit that averages nobody once every replica that still could has responded, or (if the
-      quorum is not "all") a quorum has responded and three deadlines have passed.
+      quorum is not "all") a quorum has responded and three deadlines have passed. While fewer than a quorum have
+      responded, a vacated replica still could: the coordinator launches it again, or another one.
     - In a tie of two bases it waits for `round_timeout_s` for the responses that could break the tie.
     - It gives up when neither has happened, it has waited for `round_timeout_s`, and three deadlines have passed (one
       if the quorum is "all").
@@ -103,12 +105,13 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     contributors = tuple(sorted(a.replica_id for a in view.answers if contributes(a)))
     answered = {a.replica_id for a in view.answers}
     out = tuple(sorted(set(view.out) - answered))
+    gone = {*out, *view.vacated} if len(answered) >= policy.quorum else set(out)
     known = {*range(policy.replicas), *view.roster, *answered}  # of those scaled up since, who is waited for
-    missing = tuple(sorted(known - answered - set(out)))
-    awaited = tuple(sorted(set(view.roster) - answered - set(out)))
+    missing = tuple(sorted(known - answered - gone))
+    awaited = tuple(sorted(set(view.roster) - answered - gone))
     so_far = f"{len(contributors)} of {len(known)} contributions" + (f", out for good: {_listed(out)}" if out else "")
     deadline_s = _deadline_s(view, policy)
-    if breakers := tuple(sorted(set(view.tie_breakers).intersection(missing))):
+    if breakers := tuple(sorted(set(view.tie_breakers).intersection(missing) - set(view.vacated))):
         left = view.waiting_since + policy.round_timeout_s - now
         if left > 0:
             reason = f"waiting: as many claim another base, missing {_listed(breakers)}; {left:.0f} s left"
@@ -136,7 +139,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 def is_ready(view: View, now: float, policy: Policy) -> bool:
     """Whether all replicas that the round waits for (its roster) have responded, or the deadline has passed."""
-    responded = {a.replica_id for a in view.answers} | set(view.out)
+    responded = {a.replica_id for a in view.answers}.union(view.out, view.vacated)
     return set(view.roster) <= responded or now >= view.opened_at + _deadline_s(view, policy)
 
 

@@ -53,7 +53,7 @@ class Conclusions:
         self._rules: dict[str, LegRules] = {}  # by the digest of the leg's begin
         self._heldout: HeldoutSet | None = None  # of the start, as of the rules that were made last
         self._last: tuple[str, dict[int, Contribution]] = ("", {})  # the manifests of the commit with this digest
-        self._told: set[str] = set()  # digests of commits whose verdict could not be derived, as the log says
+        self._told: set[tuple[str, str]] = set()  # digests of commits, and what the log said of them
 
     def read(
         self,
@@ -81,7 +81,7 @@ class Conclusions:
         commit = entry.written
         if no_link := entry.unreadable or why_unlinked(commit, before):
             self._check_unchanged(entry, previous, before)
-            log.error("%s is void: %s", keys.commit(commit.round), no_link)
+            self._tell(entry, logging.ERROR, f"{keys.commit(commit.round)} is void: {no_link}")
             read = read_as_void(commit, before, rules, no_link)
             return entry.voided(read, no_link, unlinked=not entry.unreadable)
         why = why_not_concluded(commit, before, rules)
@@ -91,10 +91,10 @@ class Conclusions:
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
                 if not lenient:
                     raise
-                if entry.sha256 not in self._told:  # several readers of one log ask for it
-                    what, _, _ = str(error).partition(". ")  # the advice is for whoever derives the verdict
-                    log.warning("the verdict of round %d is taken as it is written: %s", commit.round, what)
-                    self._told.add(entry.sha256)
+                what, _, _ = str(error).partition(". ")  # the advice is for whoever derives the verdict
+                self._tell(
+                    entry, logging.WARNING, f"the verdict of round {commit.round} is taken as it is written: {what}"
+                )
         if not why and entry.void:
             return entry.counted(read_without_weights(entry.commit, before, entry.void))
         if not why:
@@ -102,8 +102,14 @@ class Conclusions:
         if previous is not None and previous.unlinked and derive_verdict and self._is_evidence(entry, previous):
             # Its author took the unlinked commit as it is written, so that it is the record before that was changed.
             raise changed(previous.commit.round, previous.written.previous, previous.commit.previous)
-        log.error("%s is void: %s", keys.commit(commit.round), why)
+        self._tell(entry, logging.ERROR, f"{keys.commit(commit.round)} is void: {why}")
         return entry.voided(read_as_void(commit, before, rules, why), why)
+
+    def _tell(self, entry: CommitEntry, level: int, words: str) -> None:
+        """Log `words` about a commit once. Several readers of a log read it, and each again after a contradiction."""
+        if (entry.sha256, words) not in self._told:
+            self._told.add((entry.sha256, words))
+            log.log(level, "%s", words)
 
     def why_not_concluded(self, entry: CommitEntry, previous: CommitEntry | None) -> str:
         """Reason why the commit `entry` does not follow from `previous`, judged by these two alone; empty if it may."""

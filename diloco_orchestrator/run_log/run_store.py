@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
@@ -64,9 +65,11 @@ def new_key() -> RunKey:
     return RunKey.parse(text) if text else RunKey.generate()
 
 
-def keep_key(key: RunKey) -> None:
-    """Write the key of a run into this user's state folder. Raises `ConfigError` if it cannot be written."""
-    keep(key, os.environ)
+def keep_key(key: RunKey) -> Path:
+    """Write the key of a run into this user's state folder; returns the file. Raises `ConfigError` if it cannot be
+    written.
+    """
+    return keep(key, os.environ)
 
 
 def operator_of_run(run: Run, store: Store, what: str) -> Signer | None:

@@ -64,6 +64,11 @@ class SeenStore(Store):
         return self._round_s or self._open_s
 
     @property
+    def apart_s(self) -> float:
+        """The least pause in seconds between two polls that the store's limit of requests leaves; 0 without a limit."""
+        return pace.apart_s(self._log.run.config, self.requests_allowed) if self._log else 0.0
+
+    @property
     def _open_s(self) -> float:
         return self._clock.now() - self._newest[1]
 
@@ -87,6 +92,10 @@ class SeenStore(Store):
     @property
     def endpoint(self) -> str:
         return self._store.endpoint
+
+    @property
+    def requests_allowed(self) -> int | None:
+        return self._store.requests_allowed
 
     @property
     def beneath(self) -> Store:
@@ -150,12 +159,13 @@ class SeenStore(Store):
     def _pause_s(self, key: str) -> float:
         """Seconds for which a cached answer about the object or listing at `key` is used; 0: none is."""
         if keys.commit.parse(key):
-            return pace.commits_read_s(self.round_s, self._open_s)
-        if keys.heartbeat.parse(key):
-            return pace.heartbeats_read_s(self._log.run.config, self.round_s) if self._log else 0.0
-        if keys.halt.parse(key) or keys.scale.parse(key) or key == keys.START or key.startswith(keys.STARTS):
-            return pace.records_read_s(self.round_s)
-        if not key.startswith(_LISTINGS):
+            pause_s = pace.commits_read_s(self.round_s, self._open_s)
+        elif keys.heartbeat.parse(key):
+            return pace.heartbeats_read_s(self._log.run.config, self.round_s, self.apart_s) if self._log else 0.0
+        elif keys.halt.parse(key) or keys.scale.parse(key) or key == keys.START or key.startswith(keys.STARTS):
+            pause_s = pace.records_read_s(self.round_s)
+        elif not key.startswith(_LISTINGS):
             return 0.0
-        # Until a round has ended attempts still start, and the leg may end by its result alone.
-        return pace.seldom_read_s(self._round_s) if self._round_s else pace.starts_read_s(self._open_s)
+        else:  # until a round has ended attempts still start, and the leg may end by its result alone
+            pause_s = pace.seldom_read_s(self._round_s) if self._round_s else pace.starts_read_s(self._open_s)
+        return max(pause_s, self.apart_s)

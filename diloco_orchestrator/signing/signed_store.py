@@ -217,6 +217,10 @@ class SignedStore(Store):
         return self.beneath.endpoint
 
     @property
+    def requests_allowed(self) -> int | None:
+        return self.beneath.requests_allowed
+
+    @property
     def is_signed(self) -> bool:
         """Whether the run is signed; False before its run.json was read."""
         return bool(self._known) and self._known[0] is not None

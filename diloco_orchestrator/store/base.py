@@ -23,6 +23,11 @@ class ObjectInfo:
     size: int  # bytes
 
 
+def is_folder(prefix: str) -> bool:
+    """Whether a prefix can be listed: it is empty or ends in '/'. Below any other one some stores list nothing."""
+    return prefix.endswith("/") or not prefix
+
+
 class Store(ABC):
     """The objects under one prefix of a bucket. Keys are relative, separated by '/', without a leading slash.
 
@@ -72,6 +77,11 @@ class Store(ABC):
         Empty (default) for the vendor's own server, and where there is none.
         """
         return ""
+
+    @property
+    def requests_allowed(self) -> int | None:
+        """Requests in five minutes that all processes of an account may send; None (default) without such a limit."""
+        return None
 
     def open_file(self, key: str) -> IO[bytes] | None:
         """The object as an open file, which can be mapped into memory; None (default) if it is no such file: use `get`.

@@ -26,7 +26,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.store.base import ObjectInfo, Store
 from diloco_orchestrator.store.s3 import is_anonymous, pays_for_requests, plain_endpoint
-from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404
+from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, THROTTLED, retry_after_s, store_error
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _BY_ERRNO: dict[int, tuple[type[StoreError], str]] = {
     errno.EACCES: (StoreDenied, "Check the credentials and what they allow."),
     errno.EPERM: (StoreDenied, "Check the credentials and what they allow."),
     errno.EREMOTEIO: (StoreUnavailable, "The server failed."),  # s3fs raises it for a 500
-    errno.EBUSY: (StoreUnavailable, "The store asks for fewer requests."),  # s3fs raises it for SlowDown
+    errno.EBUSY: (StoreUnavailable, THROTTLED),  # s3fs raises it for SlowDown
 }
 
 # Names of error classes or of their bases, because aiohttp and botocore need not be installed.
@@ -190,14 +190,16 @@ class FsspecEngine(Store):
         what = f"{what} {f'HTTP {code}' if code.isdecimal() else text}."
         if {kind.__name__ for kind in type(error).__mro__} & _TRANSIENT:
             return StoreUnavailable(what)
+        metadata = getattr(_reply(error), "response", {}).get("ResponseMetadata", {})
+        after_s = retry_after_s(metadata.get("HTTPHeaders", {}))
         if code in BY_CODE:
             kind, remedy = BY_CODE[code]
-            return kind(f"{what} {remedy}")
+            return store_error(kind, f"{what} {remedy}", after_s)
         if code == "429" or (code.isdecimal() and code >= "500"):
-            return StoreUnavailable(f"{what} The server failed, or a proxy before it.")
+            return StoreUnavailable(f"{what} The server failed, or a proxy before it.", after_s)
         if isinstance(error, OSError) and error.errno in _BY_ERRNO:
             kind, remedy = _BY_ERRNO[error.errno]
-            return kind(f"{what} {remedy}")
+            return store_error(kind, f"{what} {remedy}", after_s)
         if isinstance(error, PermissionError) or "credentials" in text.lower():
             return StoreDenied(f"{what} Check the credentials and what they allow.")
         return StoreError(what)

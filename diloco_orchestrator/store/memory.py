@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice, takewhile
 
 from diloco_orchestrator.errors import ObjectMissing
-from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.base import ObjectInfo, Store, is_folder
 
 
 class MemoryStore(Store):
@@ -41,6 +41,7 @@ class MemoryStore(Store):
         self._objects[key] = bytes(data)
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        assert is_folder(prefix), f"{prefix} is no folder, and stores list folders alone"
         with self._lock:
             first = max(bisect_left(self._keys, prefix), bisect_right(self._keys, start_after))
             wanted = takewhile(lambda key: key.startswith(prefix), islice(self._keys, first, None))

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
@@ -28,7 +29,7 @@ from diloco_orchestrator.errors import (
 )
 from diloco_orchestrator.store.base import OBJECT_LIMIT, ObjectInfo, Store
 from diloco_orchestrator.store.local_files import is_on_local_disk, listed, open_regular
-from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON
+from diloco_orchestrator.store.s3_errors import BY_CODE, FOREIGN_404, NO_REASON, THROTTLED, store_error
 from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 CLIENT_OPTIONS: "ClientConfig" = {"timeout": "6h", "read_timeout": "30s", "connect_timeout": "10s"}
 NO_RETRIES: "RetryConfig" = {"max_retries": 0}
 
+_THROTTLED_S = 30.0
 _STREAMED, _CHUNK = 4 * 2**20, 2**18  # bytes
 
 # Keys that are a file's path as they are; obstore escapes other characters.
@@ -97,7 +99,8 @@ _BY_TEXT: tuple[tuple[str, type[StoreError], str], ...] = (
     (r"Object ?Lock", StoreError, "The bucket has a default retention: use one without, or fsspec+s3://."),
     (r"builder error", StoreError, "Check the endpoint: it must be an http:// or https:// address."),
     (r"301 Moved|redirect", StoreError, "The bucket lies in another region: set AWS_REGION to it."),
-    (r"code: (429|5\d\d) |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
+    (r"code: 429 ", StoreUnavailable, THROTTLED),
+    (r"code: 5\d\d |timed? ?out|connect|dns|error sending request|HTTP error", StoreUnavailable, ""),
 )
 
 # Failures of boto3 to fetch credentials that pass by themselves. obstore reports every failure of a credential provider
@@ -122,6 +125,32 @@ _AZURE_OPTIONS = (
 # Options that say where a container or bucket is, with the environment variables that obstore reads for them.
 _GCS_PLACE = {"base_url": "GOOGLE_BASE_URL"}
 _AZURE_PLACE = {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "endpoint": "AZURE_STORAGE_ENDPOINT"}
+
+
+_UNSENDABLE = re.compile(r"""[^!-~]|["<>\\^`{|}]""")  # in an address
+
+
+def without_user(text: str) -> str:
+    """`text` without user names and passwords of addresses in it."""
+    return re.sub(r"//[^/\s]*@", "//…@", text)
+
+
+def checked_endpoint(endpoint: str, names: str) -> str:
+    """The address of a server, as it was given.
+
+    Raises `ConfigError` for what is none: obstore ends the process's thread there. `names`: where one is set.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number up to 65535, half an IPv6 address
+        is_address = False
+    if not is_address or _UNSENDABLE.search(endpoint):
+        raise ConfigError(
+            f"the endpoint {without_user(endpoint)!r} is no address of a server. Write http://host:port or "
+            f"https://host, without spaces or quotation marks: {names}."
+        )
+    return endpoint
 
 
 def writing_options(limit_s: float) -> "ClientConfig":
@@ -149,6 +178,7 @@ class ObstoreEngine(Store):
         endpoint: str = "",
         writes: "ObjectStore | None" = None,
         writer: "Callable[[ClientConfig], ObjectStore] | None" = None,
+        allowed: int | None = None,
     ) -> None:
         self._store = store
         self._writes = writes or store
@@ -158,12 +188,17 @@ class ObstoreEngine(Store):
         self._gives_files = gives_files
         self.url = url
         self._endpoint = endpoint
+        self._allowed = allowed
         self._multipart = multipart
         self._single_put_limit = single_put_limit
 
     @property
     def endpoint(self) -> str:
         return self._endpoint
+
+    @property
+    def requests_allowed(self) -> int | None:
+        return self._allowed
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
@@ -290,7 +325,7 @@ class ObstoreEngine(Store):
                 and not _PLAIN.fullmatch(f"{self.url.partition('://')[2]}/{key}x")
             ):
                 remedy = f"{remedy[:-1]}, or {_RAW_QUERY}"
-            return kind(f"{what} {remedy}")
+            return store_error(kind, f"{what} {remedy}", self._after_s(remedy))
         if _CREDENTIALS_LATER.search(text):
             return StoreUnavailable(f"{what} The service that gives out credentials cannot be reached.")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
@@ -300,8 +335,15 @@ class ObstoreEngine(Store):
                 return kind(f"{what} {remedy}")
         for pattern, kind, remedy in _BY_TEXT:
             if re.search(pattern, text, re.IGNORECASE):
-                return kind(f"{what} {remedy}".rstrip())
+                return store_error(kind, f"{what} {remedy}".rstrip(), self._after_s(remedy))
         return StoreError(what)
+
+    def _after_s(self, remedy: str) -> float:
+        """Seconds until the store may be asked again. obstore shows no header of a reply, so that Retry-After is lost.
+
+        A tenth of the five minutes of a stated limit once that is used up; else 0.
+        """
+        return _THROTTLED_S if self._allowed is not None and remedy == THROTTLED else 0.0
 
 
 def _read(file: IO[bytes], start: int, end: int | None) -> bytes:
@@ -342,6 +384,8 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     for name in options:  # obstore ends the process's thread at a client's option among them
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
+    if kind == "az" and (server := options.get("endpoint") or os.environ.get("AZURE_STORAGE_ENDPOINT")):
+        checked_endpoint(str(server), "AZURE_STORAGE_ENDPOINT, or storage_options")
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.
     more: ClientConfig = {"allow_http": True}
     if kind == "gs" and (payer := os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")):  # as in Google's own clients

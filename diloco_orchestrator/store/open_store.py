@@ -33,6 +33,8 @@ _ENGINES = ("auto", "obstore", "fsspec")
 _VIA_FSSPEC = "fsspec+"  # before a URL: the same as engine="fsspec", for callers that can pass only a URL
 _OBSTORE_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HF_BUCKETS = "hf://buckets/"
+# In five minutes, of a free account: the Hub states no other limit for its buckets, and no key says which plan one has.
+_HF_REQUESTS = 1000
 
 # A known scheme without its colon or slashes, or "://" after what is no scheme.
 _NEARLY_A_SCHEME = re.compile(
@@ -94,6 +96,11 @@ def readable_url(url: str, storage_options: Mapping[str, Any] | None, key: str, 
     return engine.readable_url(key, lifetime_s)
 
 
+def requests_allowed(url: str) -> int | None:
+    """`Store.requests_allowed` of the store at `url`, without opening it."""
+    return _HF_REQUESTS if url.startswith(_HF_BUCKETS) else None
+
+
 def options_elsewhere(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
     """The storage options with which another machine opens the store at `url` as this one does.
 
@@ -143,7 +150,7 @@ def _open_engine(url: str, options: Mapping[str, Any], engine: str, must_exist: 
     if url.startswith(_HF_BUCKETS):
         from diloco_orchestrator.store.s3 import open_hf
 
-        return open_hf(url, options)
+        return open_hf(url, options, _HF_REQUESTS)
     if scheme in _OBSTORE_CLOUDS:
         from diloco_orchestrator.store.obstore_engine import open_cloud
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import ObjectInfo, Store
-from diloco_orchestrator.store.s3_errors import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE, retry_after_s, store_error
 from diloco_orchestrator.store.upload_limits import LEAST_S, OVER, UploadLimits
 
 ENV_REQUESTS = "DILOCO_SIGNED_REQUESTS"  # the path of the file, of a machine with such a link
@@ -173,7 +173,8 @@ class PresignedStore(Store):
                 remedy = f"Its signed requests end at {ends:%Y-%m-%d %H:%M} UTC, unless they are renewed. {_WHO}"
             elif error.code in (429, *range(500, 600)) or (error.code == 404 and not code):
                 kind = StoreUnavailable
-            raise kind(f"{what}: {code or error.code}. {remedy}".rstrip()) from None
+            words = f"{what}: {code or error.code}. {remedy}".rstrip()
+            raise store_error(kind, words, retry_after_s(dict(error.headers))) from None
         except (OSError, HTTPException) as error:  # an OSError of urllib's names no URL
             remedy = f". {OVER}" if data and "timed out" in str(error) else ""
             raise StoreUnavailable(f"{what}: {error}{remedy}") from error

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from diloco_orchestrator.clock import Backoff, Clock
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, StoreDenied, StoreError, StoreFull, StoreUnavailable
-from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.base import ObjectInfo, Store, is_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,6 +28,7 @@ T = TypeVar("T")
 _TOLD_AFTER_S = 90.0  # an outage that lasts for so long is logged; what a person must correct, at once
 _LONG_S = 20.0  # so is a failed call that took so long: few such fit into the time after which an outage is logged
 _TOLD_EVERY_S = 600.0
+_LONGEST_AFTER_S = 300.0  # what a store may ask to be left alone for; the longest window of a known limit
 _RENEW = " Every try reads the credentials again: renew them where they come from, or give them their rights back."
 
 
@@ -35,7 +36,7 @@ _RENEW = " Every try reads the credentials again: renew them where they come fro
 class RetryPolicy:
     """Duration of retries of transient faults, infinite for a process that waits until a person ends it.
 
-    Each pause is uniform from 0 to a bound that doubles with every try.
+    Each pause is uniform from 0 to a bound that doubles with every try; it is longer where the store says how long.
     """
 
     first_pause_s: float = 0.2  # about one round trip to a far bucket
@@ -129,6 +130,10 @@ class RetryingStore(Store):
     def endpoint(self) -> str:
         return self._opened.store.endpoint
 
+    @property
+    def requests_allowed(self) -> int | None:
+        return self._opened.store.requests_allowed
+
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._retry("get", lambda store: store.get(key, start, end))
 
@@ -154,6 +159,7 @@ class RetryingStore(Store):
         return found
 
     def list(self, prefix: str, start_after: str = "") -> Iterator[ObjectInfo]:
+        assert is_folder(prefix), f"{prefix} is no folder, and stores list folders alone"
         return self._retry("list", lambda store: iter(list(store.list(prefix, start_after))))
 
     def delete(self, key: str) -> None:
@@ -193,7 +199,10 @@ class RetryingStore(Store):
                     words = f"{error}{why} Tried {tries} times in {now - failing_since:.0f} s."
                     raise type(error)(words) from error
                 self._tell(kind, error, why, now - failing_since, left_s, now - began)
-            self._clock.sleep(min(self._rng.uniform(0, next(bounds)), left_s))
+                after_s = min(getattr(error, "after_s", 0.0), _LONGEST_AFTER_S)
+            # Whoever is refused at once must not come back at once.
+            pause_s = max(self._rng.uniform(0, next(bounds)), after_s * self._rng.uniform(1.0, 1.25))
+            self._clock.sleep(min(pause_s, left_s))
 
     def _may_pass(self, error: StoreError, kind: str) -> bool:
         """Whether `error` of a call of this kind (such as "get") is retried: `StoreUnavailable` always.

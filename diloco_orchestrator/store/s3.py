@@ -12,7 +12,13 @@ from urllib.parse import urlsplit
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, unknown_name
 from diloco_orchestrator.store.base import OBJECT_LIMIT
-from diloco_orchestrator.store.obstore_engine import CLIENT_OPTIONS, NO_RETRIES, ObstoreEngine
+from diloco_orchestrator.store.obstore_engine import (
+    CLIENT_OPTIONS,
+    NO_RETRIES,
+    ObstoreEngine,
+    checked_endpoint,
+    without_user,
+)
 from diloco_orchestrator.store.s3_credentials import ENV_WRITING_PROFILE
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 OPTIONS = ("key", "secret", "token", "endpoint_url", "profile", "region_name", "anon", "client_kwargs")
 _CLIENT_KWARGS = ("region_name", "endpoint_url")
 _DEFAULT_REGION = "us-east-1"  # what S3-compatible servers expect when no region is set
+_NAMES = "AWS_ENDPOINT_URL, the profile, or storage_options"  # where an endpoint is named
 _HF_GATEWAY = "https://s3.hf.co"  # speaks S3 for the storage buckets of Hugging Face
 
 
@@ -38,7 +45,7 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     prefix = parts.path.strip("/")
     session, settings = _session_of(url, options)
     credentials = _credentials(session, settings, url)
-    endpoint = settings.get("endpoint_url") or _endpoint_of(session)
+    endpoint = _endpoint(session, settings)
     opened = partial(_obstore, parts.netloc, prefix, credentials, endpoint, session.region_name)
     writing, writer, writes = options, opened, None
     if profile := os.environ.get(ENV_WRITING_PROFILE):
@@ -65,23 +72,24 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     )
 
 
-def open_hf(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
+def open_hf(url: str, options: Mapping[str, Any], allowed: int) -> ObstoreEngine:
     """The store below `hf://buckets/NAMESPACE/NAME/prefix`, a storage bucket of Hugging Face, through its S3 gateway.
 
     Every object goes up in one request, because the gateway documents create-only writes for those alone; and is
     deleted by one, because it does not say that it knows bulk deletes. `options`: those of `open_s3`; `endpoint_url`
     names another gateway than Hugging Face's, without the namespace. Endpoint and region of the environment are those
-    of another store and are not used. Raises as `open_s3`.
+    of another store and are not used. `allowed`: requests in five minutes. Raises as `open_s3`.
     """
     namespace, _, rest = urlsplit(url).path.strip("/").partition("/")
     name, _, prefix = rest.partition("/")
     if not name:
         raise ConfigError(f"{url} names no bucket. Write hf://buckets/NAMESPACE/NAME/folder.")
     session, settings = _session_of(url, options)
-    endpoint = f"{(settings.get('endpoint_url') or _HF_GATEWAY).rstrip('/')}/{namespace}"
+    endpoint = f"{checked_endpoint(settings.get('endpoint_url') or _HF_GATEWAY, _NAMES).rstrip('/')}/{namespace}"
     credentials = _credentials(session, settings, url)
     opened = partial(_obstore, name, prefix, credentials, endpoint, _DEFAULT_REGION, disable_bulk_delete=True)
-    return ObstoreEngine(opened(CLIENT_OPTIONS), url.rstrip("/"), endpoint=endpoint, writer=opened)
+    plain = url.rstrip("/")
+    return ObstoreEngine(opened(CLIENT_OPTIONS), plain, endpoint=endpoint, writer=opened, allowed=allowed)
 
 
 def _obstore(
@@ -171,7 +179,7 @@ class Signer:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         keys_of_account(url, options)
         session, settings = _session_of(url, options)
-        endpoint = settings.get("endpoint_url") or _endpoint_of(session)
+        endpoint = _endpoint(session, settings)
         self._client = _client(session, endpoint, False, signature_version="s3v4")
         parts = urlsplit(url)
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
@@ -279,10 +287,27 @@ def _credentials(session: Any, settings: Mapping[str, Any], url: str) -> Any:
     return found
 
 
+def _endpoint(session: Any, settings: Mapping[str, Any]) -> str | None:
+    """The endpoint that options, AWS_ENDPOINT_URL or a profile set, or None for Amazon's own. Raises `ConfigError` if
+    it is no address.
+    """
+    given = settings.get("endpoint_url")
+    return checked_endpoint(given, _NAMES) if given else _endpoint_of(session)
+
+
 def _endpoint_of(session: Any) -> str | None:
-    """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own."""
-    client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
-    return plain_endpoint(str(client.meta.endpoint_url)) or None
+    """The endpoint that AWS_ENDPOINT_URL or a profile sets, or None for Amazon's own. Raises `ConfigError` if it is no
+    address.
+    """
+    try:
+        client = session.client("s3", region_name=session.region_name or _DEFAULT_REGION)
+    except ValueError as error:  # of an endpoint, or a region, that botocore does not take
+        raise ConfigError(
+            f"cannot set up S3 access: {without_user(str(error))}. An endpoint ({_NAMES}) is http://host:port or "
+            "https://host, a region (AWS_REGION) a name such as eu-central-1."
+        ) from error
+    found = plain_endpoint(str(client.meta.endpoint_url))
+    return checked_endpoint(found, _NAMES) if found else None
 
 
 def is_anonymous() -> bool:

@@ -3,6 +3,8 @@
 `store.retrying` decides which classes are retried.
 """
 
+from collections.abc import Mapping
+
 from diloco_orchestrator.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 
 _REGION = "The bucket lies in another region: set AWS_REGION to it."
@@ -16,6 +18,7 @@ FOREIGN_404 = (
     "404 without an error code of the store. Something else answers there, such as a proxy whose server is away: check "
     "the endpoint if this stays."
 )
+THROTTLED = "The store asks for fewer requests."
 BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NoSuchBucket": (StoreError, "Check the bucket's name and the endpoint; a run needs a bucket that exists."),
     "ContainerNotFound": (StoreError, "Check the container's name and the account; a run needs one that exists."),
@@ -37,7 +40,7 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "NotImplemented": (StoreError, "This store does not implement what a run needs, such as create-only writes."),
     "ConditionalRequestConflict": (StoreUnavailable, "Another writer wrote at the same time."),
     "OperationAborted": (StoreUnavailable, "Another writer wrote at the same time."),
-    "SlowDown": (StoreUnavailable, "The store asks for fewer requests."),
+    "SlowDown": (StoreUnavailable, THROTTLED),
     "RequestTimeout": (StoreUnavailable, "The request came in too slowly."),
     "InternalError": (StoreUnavailable, "The server failed."),
     "ServiceUnavailable": (StoreUnavailable, "The server is overloaded."),
@@ -46,3 +49,14 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "RequestBodyTooLarge": (StoreError, _TOO_LARGE),  # Azure's
     "QuotaExceeded": (StoreFull, "The account's quota is used up."),
 }
+
+
+def store_error(kind: type[StoreError], message: str, after_s: float = 0.0) -> StoreError:
+    """The error of this kind; a transient fault says after how many seconds the store may be asked again."""
+    return StoreUnavailable(message, after_s) if kind is StoreUnavailable else kind(message)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds in a reply's Retry-After header; 0 without one, and for one that holds a date."""
+    value = headers.get("Retry-After") or headers.get("retry-after") or ""
+    return float(value) if value.isascii() and value.isdecimal() else 0.0

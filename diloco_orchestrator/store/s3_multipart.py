@@ -14,7 +14,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError  # type: ignore[import-untyped]
 
 from diloco_orchestrator.errors import StoreError, StoreUnavailable
-from diloco_orchestrator.store.s3_errors import BY_CODE
+from diloco_orchestrator.store.s3_errors import BY_CODE, retry_after_s, store_error
 
 PART_SIZE = 32 * 2**20  # bytes; each thread holds one part beside the object
 _THREADS = 4
@@ -118,7 +118,8 @@ def _translated(what: str) -> Iterator[None]:
         kind, remedy = BY_CODE.get(code, (StoreError, ""))
         if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:
             kind = StoreUnavailable if code not in BY_CODE else kind
-        raise kind(f"{what} in parts: {code or error}. {remedy}".rstrip()) from error
+        after_s = retry_after_s(error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
+        raise store_error(kind, f"{what} in parts: {code or error}. {remedy}".rstrip(), after_s) from error
     except HTTPClientError as error:
         raise StoreUnavailable(f"{what} in parts: {error}.") from error
     except BotoCoreError as error:

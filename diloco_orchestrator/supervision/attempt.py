@@ -153,7 +153,9 @@ def end_step(state: Alive, outcome: Outcome, reason: str, now: float, fault: str
         return Step(Ended(outcome, now, reason), (FindSuccessor(),), words)
     if isinstance(state, Cancelling) and outcome is not Outcome.DONE:
         outcome, reason, fault = _outcome_of_cancel(state.why), state.why, ""
-    return Step(Ended(outcome, now, reason, fault=fault), (), f"ended ({outcome}): {reason}")
+    return Step(
+        Ended(outcome, now, reason, fault=fault), (), f"ended ({outcome}): {reason.removeprefix(f'{outcome}: ')}"
+    )
 
 
 def _outcome_of_cancel(why: str) -> Outcome:

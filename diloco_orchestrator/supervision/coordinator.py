@@ -157,7 +157,7 @@ class Coordinator:
         now = self._clock.now()
         halt = self._halt_reason(now)
         asked = self.reader.log.scaled_to(self.leg)[1] if self._scales else None
-        elsewhere = self._book.observe(self._fleet.views, now) if self._book else ()
+        elsewhere = self._book.observe(self._fleet.views, now, self._budget.left_usd) if self._book else ()
         view = fleet_policy.FleetView(
             self._fleet.views,
             self._stopped_at,

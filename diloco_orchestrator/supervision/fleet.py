@@ -186,7 +186,8 @@ class Fleet:
             return
         if number > 1:
             before = self._views[replica_id].state
-            log.info("replica %d: launching attempt %d (%s)", replica_id, number, self._once(launch.why, None, before))
+            why = self._once(launch.why, (replica_id, number - 1), before, repeated=True)
+            log.info("replica %d: launching attempt %d (%s)", replica_id, number, why)
         if launch.place:
             log.info("replica %d: at %s", replica_id, launch.placed)
         place = launch.place or self._vendor.name
@@ -235,21 +236,22 @@ class Fleet:
             for effect in step.effects:
                 events += self._perform(who, effect)
 
-    def _once(self, words: str, who: Who | None, state: State) -> str:
-        """`words` for the log; a cause that was logged for another attempt already is replaced by that attempt's name.
+    def _once(self, words: str, who: Who, state: State, *, repeated: bool = False) -> str:
+        """`words` for the log; a cause that was logged already is replaced by the name of the attempt that it ended.
 
-        `who`: the attempt that has come to `state`; None: the words repeat why it ended.
+        `who`: the attempt that has come to `state`. `repeated`: the words are not of that moment, but repeat its cause.
         """
         if not isinstance(state, Ended | GivenUp) or len(state.reason) < _SHORT:
             return words
         told = next((cause for cause in self._told if cause in state.reason), None)
         if told is None:
-            if who is not None and isinstance(state, Ended):
-                self._told[state.reason] = who
+            if isinstance(state, Ended) and not repeated:
+                self._told[state.reason.removeprefix(f"{Outcome.PERMANENT}: ")] = who
             return words
         replica_id, attempt = self._told[told]
-        same = f"as replica {replica_id}, attempt {attempt}"
-        return words if self._told[told] == who and isinstance(state, Ended) else words.replace(told, same)
+        if (replica_id, attempt) != who:
+            return words.replace(told, f"for the same reason as replica {replica_id}, attempt {attempt}")
+        return words if isinstance(state, Ended) and not repeated else words.replace(told, "as said above")
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.

@@ -341,7 +341,8 @@ def _budgets(retry: RetryConfig) -> dict[Outcome, _Budget]:
 
 def _after_end(replica: ReplicaView, ended: Ended, now: float, retry: RetryConfig) -> Launch | GiveUp | None:
     if ended.outcome is Outcome.PERMANENT:
-        return GiveUp(*replica.who, f"cannot take part: {ended.reason}")
+        cause = ended.reason.removeprefix(f"{Outcome.PERMANENT}: ")
+        return GiveUp(*replica.who, f"cannot take part: {cause}")
     budget = _budgets(retry).get(ended.outcome)
     if budget is None:  # superseded, and its successor is not found yet
         return None

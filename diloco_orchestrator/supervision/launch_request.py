@@ -81,8 +81,8 @@ class LaunchRequests:
     `launched`: digests of run.json and of settings changed by a resume, for every command. `storage_options` and
     `secrets` reach replicas as secrets of their provider. `dry`: requests are only shown, so no URL is signed (signing
     needs credentials), and `check` does not look for the replicas' credentials. `leg`: the configuration of the leg
-    (start or resume to stop), for the numbers of ranks; None for the run's first. `operator`: the keys of this process
-    in a signed run, from which attempts get theirs; None if it is not signed.
+    (start or resume to stop), for the numbers of replicas and ranks; None for the run's first. `operator`: the keys of
+    this process in a signed run, from which attempts get theirs; None if it is not signed.
     """
 
     run: Run
@@ -119,7 +119,7 @@ class LaunchRequests:
         Checks the executor's options, secrets, code archive, that replicas have credentials for the bucket, and that
         prices are known if dollars are limited.
         """
-        config = self.run.config
+        config = self._of_leg
         with as_config_errors():
             requests = at_each_place(
                 executor, [self.request(i, 1, executor.shares_machine) for i in range(config.most_replicas)]
@@ -130,7 +130,8 @@ class LaunchRequests:
         if self.operator is not None and offers_without_keys(executor, config):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
-                "--me` prints there, JoinExecutor(machines=[…]), or launch it with signed=False (--unsigned)."
+                "--me` prints there, --machines or JoinExecutor(machines=[…]), or launch it with signed=False "
+                "(--unsigned)."
             )
         self._check_invited(executor)
         if isinstance(executor, Places):
@@ -200,8 +201,8 @@ class LaunchRequests:
         """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
-        if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
-            where += ["--ranks", str(ranks)]
+        if self._of_leg.in_ranks or config.in_ranks:
+            where += ["--ranks", str(self._of_leg.ranks_of(replica_id))]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
         env |= names_of(self.secrets)

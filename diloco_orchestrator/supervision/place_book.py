@@ -85,6 +85,7 @@ class PlaceBook:
         self._most_untrained = config.retry.max_no_capacity
         self._round = self._moved_round = round_
         self._round_ended = False
+        self._payable = set[str]()  # the places of which the limits pay for a machine
         self._heading = ""
         self._said = ""
 
@@ -152,12 +153,13 @@ class PlaceBook:
         self._said = decision.why
         return found
 
-    def observe(self, views: Sequence[ReplicaView], now: float) -> list[int]:
+    def observe(self, views: Sequence[ReplicaView], now: float, left_usd: float | None = None) -> list[int]:
         """Record which attempts train by now, and which ended before they did.
 
         Returns the replicas that may train at another place (executor) however often they failed: those whose newest
         attempt ended without a heartbeat while another place accepts launches, or has given none of their attempts an
-        error and may have a machine after its rest. The latter is for `retry.max_no_capacity` attempts.
+        error and may have a machine after its rest. The latter is for `retry.max_no_capacity` attempts. A place of
+        which the limits do not pay for a single machine is none of them. `left_usd`: as for `place`.
         """
         for view in views:
             state, who = view.state, view.who
@@ -182,7 +184,9 @@ class PlaceBook:
                 self._answers[view.place] = replace(self._answers[view.place], trained_at=now)
         self._queued_at = {who: at for who, at in self._queued_at.items() if who in self._without_beat}
         shut = self._shut(views)
-        places = {name for name in self._answers if name not in shut and not self._places.offers(name)}
+        views_of_places = self._place_views(now)
+        self._payable = {each.name for each in views_of_places if placing.is_payable(each, self.limits, left_usd)}
+        places = {name for name in self._payable if name not in shut and not self._places.offers(name)}
         return [view.replica_id for view in views if view.who in self._untrained and self._others(view, places)]
 
     def _others(self, view: ReplicaView, places: set[str]) -> set[str]:
@@ -194,8 +198,8 @@ class PlaceBook:
         return (accepting | waited_for) - {view.place}
 
     def opens(self, views: Sequence[ReplicaView]) -> bool:
-        """Whether a place is left at which a vacant id may be opened."""
-        return bool(self._places.places.keys() - self._shut(views))
+        """Whether a place is left at which a vacant id may be opened. `observe` has been called before."""
+        return bool(self._payable - self._shut(views))
 
     def _shut(self, views: Sequence[ReplicaView]) -> set[str]:
         """Places where two replicas were given up for one cause and nobody has trained: others would end alike."""
@@ -335,7 +339,8 @@ def _seat_of(
 ) -> placing.SeatView:
     state = view.state
     if not isinstance(state, Alive):
-        return placing.SeatView(view.replica_id, free=view.replica_id in launches)
+        without = view.endings.get(Outcome.NO_CAPACITY, 0)
+        return placing.SeatView(view.replica_id, free=view.replica_id in launches, without=without)
     patience_s = _REFUSED_S if isinstance(state, Postponed) else _PATIENCE_S
     said = state.refusal.error if isinstance(state, Postponed) else getattr(state, "waits_for", "")
     return placing.SeatView(

@@ -75,6 +75,7 @@ class SeatView:
     gives_up_at: float = math.inf  # when it has waited for one for long enough to try another place
     refusal: str = ""  # why it waits, in its provider's words
     free: bool = False  # it has no attempt alive, and may be given one now
+    without: int = 0  # its attempts so far that no place had a machine for
     overpaid_usd: float = 0.0  # more than its tokens would have cost at the cheapest place that had machines meanwhile
 
 
@@ -428,7 +429,8 @@ def _missing(view: PlacesView, now: float, limits: Limits) -> Decision:
     if chosen is None:
         instead = _instead(view, usable, limits) if missing else Wait("")
         return instead if isinstance(instead, Vacate) else Wait(_why_nowhere(view, usable, limits, missing))
-    free = next((each for each in view.seats if each.free), None)
+    # In turn: else one replica alone would find that a place has no machines, and all others would wait for it.
+    free = min((each for each in view.seats if each.free), key=lambda each: each.without, default=None)
     if free is not None:
         return Open(free.replica_id, chosen.name, _why_there(view, chosen))
     if any(each.leaving for each in view.seats):
@@ -525,6 +527,12 @@ def _affordable(
     rate = view.rate_usd() + (_hourly_usd(to)) - (view.hourly_usd(instead_of) if instead_of else 0.0)
     within = limits.usd_per_hour is None or rate + kept_usd <= limits.usd_per_hour + _CENT / 100
     return within and not _spent(view, _hourly_usd(to))
+
+
+def is_payable(place: PlaceView, limits: Limits, left_usd: float | None) -> bool:
+    """Whether the limits pay for one machine at a place that has a price, were it the only one of the run."""
+    alone = PlacesView([place], [], left_usd=left_usd)
+    return place.hourly_usd is not None and _affordable(alone, place, limits)
 
 
 def _spent(view: PlacesView, more_usd: float) -> bool:

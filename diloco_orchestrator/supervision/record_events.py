@@ -180,7 +180,7 @@ class RecordEvents:
 
     def without_status(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
         """Events for new records (handle, exit) of attempts whose status cannot be polled here, read at intervals."""
-        if now - self._read_at < pace.records_read_s(self._seen.round_s):
+        if now - self._read_at < max(pace.records_read_s(self._seen.round_s), self._seen.apart_s):
             return
         self._read_at = now
         for view in views:
@@ -208,21 +208,21 @@ class RecordEvents:
 
     def heartbeats(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
         """New heartbeats as events. Each read is a GET, repeated after a pause if the counter has increased."""
+        again_s, apart_s = pace.heartbeats_read_again_s(self._config, self._seen.apart_s), self._seen.apart_s
         for view in views:
             state, who = view.state, view.who
             if not isinstance(state, Reserved | Launching | Postponed | Running | Unreachable):
                 continue
-            least_s = self._config.timing.heartbeat_s
-            if now < self._beat_due.get(who, self._began_at + least_s):
+            if now < self._beat_due.get(who, self._began_at + self._config.timing.heartbeat_s):
                 continue
             self._seen.forget(keys.heartbeat(*who))
             beat = self._records.heartbeat(*who)
             if beat is None:  # its machine may be waited for, for hours
-                pause_s = max(least_s, min((now - state.since) / 5, _LONGEST_START_S))
+                pause_s = max(again_s, min((now - state.since) / 5, _LONGEST_START_S))
             elif state.beat is not None and state.beat.counter >= beat.counter:
-                pause_s = least_s
+                pause_s = again_s
             else:
-                pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s)
+                pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s, apart_s)
             self._beat_due[who] = now + pause_s
             if beat is not None:
                 yield who, BeatSeen(beat.counter)

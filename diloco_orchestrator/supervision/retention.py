@@ -122,9 +122,13 @@ def _has_its_files(run_log: RunLog, round_: int, take: str) -> bool:
 
 
 def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
-    """The files of a snapshot, its record first: without the record it does not count as a snapshot."""
-    of_round = store.list(f"{keys.SNAPSHOTS}{keys.round_name(round_)}")
-    listed = [info for info in of_round if keys.parse_snapshot_file(info.key) is not None]
+    """The files of a snapshot in all its versions, records first: without its record a version is no snapshot."""
+    listed = []
+    for info in store.list(keys.SNAPSHOTS, start_after=f"{keys.SNAPSHOTS}{keys.round_name(round_)}"):
+        if (parsed := keys.parse_snapshot_file(info.key)) is not None:
+            if parsed[0] > round_:
+                break
+            listed.append(info)
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import StoreError
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
-from diloco_orchestrator.protocol.pace import heartbeat_s
+from diloco_orchestrator.protocol.pace import apart_s, heartbeat_s
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.writer import Writer
@@ -48,6 +48,7 @@ class HeartbeatWriter:
         self._pulse = pulse
         self._stamp = stamp
         self._config = config
+        self._apart_s = apart_s(config, store.requests_allowed)
         self._counter = 0
         self._calls = 0  # of `beat`
         self._skipped = 0  # calls of `beat` since the last heartbeat
@@ -61,7 +62,7 @@ class HeartbeatWriter:
         call_s = self._config.timing.heartbeat_s
         self._calls += 1
         self._skipped += 1
-        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s / 8)
+        every_s = heartbeat_s(self._config, self._pulse.round_s or self._calls * call_s / 8, self._apart_s)
         if not self._counter or self._skipped * call_s >= every_s:
             self._skipped = 0
             self.write()

@@ -71,6 +71,12 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | N
     for name in ("eval_strategy", "logging_strategy"):
         if _text(getattr(args, name)) == "epoch":
             raise ConfigError(f'{name}="epoch": a replica trains in one long epoch. Set {name}="steps".')
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    if any(kind.__name__ == "EarlyStoppingCallback" for each in callbacks for kind in type(each).__mro__):
+        raise ConfigError(
+            "the trainer has an EarlyStoppingCallback, by which each replica would end at a step of its own. Take it "
+            "out: replicas end together, by the kill-switch on held-out scores or `diloco halt`."
+        )
     _check_rollouts(trainer, config)
 
 
@@ -163,7 +169,10 @@ def adapt_trainer(trainer: Any, total_steps: int) -> None:
         log.info("save_strategy=%r is set to 'no': the run's snapshots are in its bucket", _text(args.save_strategy))
         args.save_strategy = type(args.save_strategy)("no")
     if args.load_best_model_at_end:
-        log.info("load_best_model_at_end=True is set to False: `diloco resume` chooses the best snapshot")
+        log.info(
+            "load_best_model_at_end=True is set to False: `diloco pull` names the round whose model has the best score "
+            "of `heldout`, and leaves that model with --round"
+        )
         args.load_best_model_at_end = False
     if args.max_steps < total_steps:
         log.info(

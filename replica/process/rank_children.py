@@ -26,6 +26,7 @@ from diloco_orchestrator.replica.process.rank import RankPlace
 
 RANK = "diloco_orchestrator.replica.process.rank"
 LOOK_S = 0.2  # between two polls of the ranks
+_LONGEST = 1 << 16  # bytes of a line of output, beyond which its parts are passed on as lines
 # Variables that only the process above reads, which watches the time and talks to the other machines.
 _NOT_OF_RANKS = {ENV_LEAVE_AFTER, ENV_MACHINE, ENV_MACHINES, ENV_MEETING, ENV_MEETING_KEY}
 
@@ -136,7 +137,8 @@ class RankChildren:
             self._selector.unregister(stream)
             stream.close()
         *lines, rest = (child.rest.get(name, b"") + data).split(b"\n")
-        if not data and rest and name == "output":  # an event that is cut off is of a rank that was killed
+        # A progress bar may end no line for hours. An event that is cut off is of a rank that was killed.
+        if name == "output" and rest and (not data or len(rest) >= _LONGEST):
             lines, rest = [*lines, rest], b""
         child.rest[name] = rest
         for line in lines:

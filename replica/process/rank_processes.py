@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,10 +68,11 @@ class RankState:
 class RankProcesses:
     """Starts the ranks of an attempt, here and on the replica's other machines, and watches them until all have ended.
 
+    Once the attempt should leave, rank 0 is asked to, and signals the others.
+
     Args:
         ranks: their number.
         program: what each of them runs.
-        should_leave: whether this process was asked to leave; rank 0 is then asked, and signals the others.
         others: the connections to the replica's other machines, each of which has as many ranks as this one.
     """
 
@@ -81,13 +82,11 @@ class RankProcesses:
         ranks: int,
         program: RankProgram,
         clock: Clock,
-        should_leave: Callable[[], bool],
         others: Sequence[Link] = (),
     ) -> None:
         self._attempt = attempt
         self._environ = program.environ
         self._clock = clock
-        self._should_leave = should_leave
         self._timeout_s = attempt.config.retry.hung_after_s
         self._startup_s = attempt.config.timing.startup_timeout_s
         self._ranks = [RankState(number) for number in range(ranks)]
@@ -143,7 +142,7 @@ class RankProcesses:
     def _watch(self) -> Ending:
         while any(rank.died is None for rank in self._ranks):
             self._children.look(LOOK_S)
-            if (self._should_leave() or self._other_is_asked) and not self._was_asked:
+            if (self._attempt.should_leave() or self._other_is_asked) and not self._was_asked:
                 self._was_asked = True
                 if not self._ranks[0].is_ready:
                     return Ending(EXIT_PREEMPTED, "preempted")
@@ -192,7 +191,8 @@ class RankProcesses:
             rank.ending = Ending(**event["ending"])
         elif rank.number == 0:
             for name, value in event["pulse"].items():
-                setattr(self._attempt.pulse, name, value)
+                if name != "vacated":  # which this process alone reads
+                    setattr(self._attempt.pulse, name, value)
 
     # -- failing ---------------------------------------------------------------------------------------------------
 
@@ -266,8 +266,9 @@ def _death_words(rank: RankState) -> str:
     code = rank.died or 0
     if code >= 0:
         return f"ended with exit code {code}, without a word"
-    why = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({signal.Signals(-code).name}{why})"
+    names = {named.value: f" ({named.name})" for named in signal.Signals}  # real-time signals have none
+    names[signal.SIGKILL] = " (SIGKILL, as the kernel does where memory runs out)"
+    return f"was killed by signal {-code}{names.get(-code, '')}"
 
 
 def _is_of_a_collective(ending: Ending) -> bool:

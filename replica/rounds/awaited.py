@@ -1,7 +1,7 @@
 """`AwaitedReplicas`: the replicas whose responses the open round waits for, and so the roster of the next round.
 
-A round waits for the replicas on its roster, except those that are given up or vacated. `protocol.rounds` decides when
-it ends without some of them.
+A round waits for the replicas on its roster, except those that are given up, or vacated while enough others respond.
+`protocol.rounds` decides when it ends without some of them.
 """
 
 import logging
@@ -30,6 +30,7 @@ class AwaitedReplicas:
         self._read_of_last: set[int] = set()  # replicas whose manifest of that round was read after its commit
         self._out: dict[int, int] = {}  # replicas that are given up or vacated, and the open round when that was read
         self._back: set[int] = set()  # replicas in `_out` that have responded to a later round
+        self._vacated: set[int] = set()  # replicas in `_out` that may be launched again
         self.start_waiting()
 
     def open_round(self) -> None:
@@ -43,10 +44,18 @@ class AwaitedReplicas:
     def missing(self, unread: Collection[int]) -> set[int]:
         """The replicas that the round waits for, without those that responded or have a manifest in `unread`."""
         responded = {answer.replica_id for answer in self._received.answers()}.union(unread)
-        return set(self._tip.open.roster) - responded - set(self.out())
+        return set(self._tip.open.roster) - responded - set(self._gone())
 
     def out(self) -> tuple[int, ...]:
-        """Replicas that were given up or vacated, except those that have since responded to a later round."""
+        """Replicas that were given up, except those that have since responded to a later round."""
+        return tuple(each for each in self._gone() if each not in self._vacated)
+
+    def vacated(self) -> tuple[int, ...]:
+        """Replicas that were vacated and not given up, except those that have since responded to a later round."""
+        return tuple(each for each in self._gone() if each in self._vacated)
+
+    def _gone(self) -> tuple[int, ...]:
+        """The union of both."""
         round_, now_there = self._tip.open.round, {answer.replica_id for answer in self._received.answers()}
         for replica_id, since in dict(self._out).items():  # `read_out`, in another thread, may add one meanwhile
             if (replica_id in now_there and round_ > since) or (replica_id in self._late and round_ > since + 1):
@@ -79,8 +88,9 @@ class AwaitedReplicas:
             return
         self._out_polled_at = now
         for replica_id, out in attempt.log.out(attempt.begin.leg).items():
-            if replica_id not in self._out:
+            if replica_id not in self._out or replica_id in self._vacated:
                 self._out[replica_id] = round_
+                self._vacated.discard(replica_id)
                 log.warning("round %d: nobody waits for replica %d any more: it %s", round_, replica_id, out.reason)
         if attempt.config.max_replicas is None:
             return
@@ -89,4 +99,5 @@ class AwaitedReplicas:
             if number and (cancel := self._attempts.cancel(replica_id, number)) is not None and cancel.vacates:
                 self._out[replica_id] = round_
                 self._back.discard(replica_id)
+                self._vacated.add(replica_id)
                 log.info("round %d: nobody waits for replica %d: %s", round_, replica_id, cancel.reason)

@@ -235,7 +235,7 @@ class RoundCloser:
         if self._checks.averages.proved and sum(claim.digest == self._claims.digest for claim in counted) > 1:
             shared = self._claims.digest  # most may have trained from a false base; two that rebuilt theirs agree
         answers = judged(self._received.answers(), claims, shared)
-        view = self._timing.view(answers, self._awaited.out())
+        view = self._timing.view(answers, self._awaited.out(), self._awaited.vacated())
         ready = rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy)
         pause_s = self._timing.longest_pause_s
         answers = self._checks.counted(answers, self._received, self._expected(), ready=ready, pause_s=pause_s)
@@ -263,7 +263,7 @@ class RoundCloser:
         alone, claims = self._claims.confirms_alone(claims), that_count(claims, self._attempt.config.invited)
         if not alone and not self._claims.contradicted(claims):
             return False
-        view = self._timing.view(self._received.answers(), self._awaited.out())
+        view = self._timing.view(self._received.answers(), self._awaited.out(), self._awaited.vacated())
         if not rounds.is_ready(view, self._attempt.clock.now(), self._timing.policy):
             return False
         self._repair.before_decision(claims, alone=alone)

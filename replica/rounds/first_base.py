@@ -23,6 +23,7 @@ from diloco_orchestrator.outer.base import Base
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.first_base import StartDecision, decide_start
+from diloco_orchestrator.protocol.pace import apart_s
 from diloco_orchestrator.protocol.records import FileInfo, Snapshot
 from diloco_orchestrator.protocol.start_records import Began, Follows, FrozenTensors, HeldoutSet, Start
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -89,7 +90,8 @@ class _Agreement:
         self._start = _start_of(attempt, self._writing, own)
         self._own = sha256_hex(self._start.to_bytes())
         self._key = keys.start_take(attempt.stamp.unforeseen())
-        self._pauses = Backoff(_FIRST_PAUSE_S, attempt.config.timing.poll_s).pauses()
+        longest_s = max(attempt.config.timing.poll_s, apart_s(attempt.config, attempt.store.requests_allowed))
+        self._pauses = Backoff(_FIRST_PAUSE_S, longest_s).pauses()
         self._said = ""
         self._useless: set[str] = set()  # starts whose base is nowhere, or holds what is no number
 

@@ -15,7 +15,7 @@ from diloco_orchestrator.allreduce.shards import PayloadGone
 from diloco_orchestrator.clock import Backoff
 from diloco_orchestrator.errors import PayloadCorrupt, Preempted
 from diloco_orchestrator.outer.base import Base
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Contribution, ReuploadRequest
@@ -97,7 +97,8 @@ class ReuploadRequests:
         """
         clock, claims_polled_at = self._attempt.clock, self._attempt.clock.now()
         poll_s = self._attempt.config.timing.poll_s
-        for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S)).pauses():
+        apart_s = pace.apart_s(self._attempt.config, self._attempt.store.requests_allowed)
+        for pause_s in Backoff(poll_s, max(poll_s, _LONGEST_PAUSE_S, apart_s)).pauses():
             takes = _takes(self._attempt.store, shard)
             if takes - known:
                 return known | takes
@@ -211,6 +212,6 @@ def _check_own(owners: Owners, store: Store, payloads: RecentPayloads, manifest:
 
 def _takes(store: Store, shard: PayloadKey) -> set[int]:
     """The versions of a payload shard that exist, readable or not. One LIST request."""
-    prefix = str(shard.first_take).removesuffix(".bin")
-    found = (keys.parse_payload(info.key) for info in store.list(prefix))
+    folder = keys.payloads_of(shard.round, shard.replica_id, shard.attempt)
+    found = (keys.parse_payload(info.key) for info in store.list(folder))
     return {each.take for each in found if each is not None and each.first_take == shard.first_take}

@@ -28,6 +28,7 @@ class RoundTiming:
 
     def __init__(self, attempt: Attempt, tip: HeldTip) -> None:
         self.policy = rounds.Policy.of(attempt.config)
+        self._apart_s = pace.apart_s(attempt.config, attempt.store.requests_allowed)
         self._attempt = attempt
         self._tip = tip
         config = attempt.config
@@ -128,17 +129,18 @@ class RoundTiming:
 
         Before a round has ended they follow from the time that the open one has taken so far.
         """
-        return pace.waiting(self._attempt.config, self.usual_s or self.train_s, self._times.spread_s).pauses()
+        round_s = self.usual_s or self.train_s
+        return pace.waiting(self._attempt.config, round_s, self._times.spread_s, self._apart_s).pauses()
 
     @property
     def longest_pause_s(self) -> float:
         """The longest pause in seconds between two polls of a replica that waits for others' responses."""
-        return pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s)
+        return pace.longest_wait_s(self._attempt.config, self.usual_s or self.train_s, self._apart_s)
 
     @property
     def seldom_s(self) -> float:
         """Seconds between two requests of a waiting replica for rare events, such as a replica given up."""
-        return pace.waits_long_s(self.usual_s)
+        return max(pace.waits_long_s(self.usual_s), self._apart_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
         """Seconds until the next missing replica usually responds, at most `pace.EXPECTED_S`; 0 if all are late."""
@@ -161,7 +163,8 @@ class RoundTiming:
         if now < self._next_poll or not self.may_be_committed():
             return False
         usual_s, config = self.usual_s, self._attempt.config
-        self._next_poll = now + (pace.longest_wait_s(config, usual_s) if usual_s else pace.starts_read_s(self.train_s))
+        pause_s = pace.longest_wait_s(config, usual_s) if usual_s else pace.starts_read_s(self.train_s)
+        self._next_poll = now + max(pause_s, self._apart_s)
         return True
 
     def may_be_committed(self) -> bool:
@@ -203,11 +206,11 @@ class RoundTiming:
         now = self._now()
         if now < self._next_list or not self.train_s:  # no time passes while a range is trained again
             return False
-        self._next_list = now + pace.starts_read_s(self.train_s)
+        self._next_list = now + max(pace.starts_read_s(self.train_s), self._apart_s)
         return any(True for _ in self._attempt.store.list(keys.contributions(self._tip.open.round)))
 
-    def view(self, answers: Sequence[Answer], out: Sequence[int] = ()) -> rounds.View:
-        """The open round as input of `rounds.decide`. `out`: replicas that are launched no more before a resume."""
+    def view(self, answers: Sequence[Answer], out: Sequence[int] = (), vacated: Sequence[int] = ()) -> rounds.View:
+        """The open round as input of `rounds.decide`. `out`, `vacated`: as in `rounds.View`."""
         if self._quorum_since is None and sum(map(rounds.contributes, answers)) >= self.policy.quorum:
             self._quorum_since = self._now()
         return rounds.View(
@@ -218,6 +221,7 @@ class RoundTiming:
             quorum_since=self._quorum_since,
             deadline=self.deadline(),
             out=out,
+            vacated=vacated,
         )
 
     def _now(self) -> float:

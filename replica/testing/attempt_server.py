@@ -144,7 +144,7 @@ def _take_part(job: Job) -> int:
     arguments += launched.arguments()
 
     def train_in_ranks(attempt: Attempt, ranks: int) -> Ending:
-        return RankProcesses(attempt, ranks, RankProgram(arguments, environ, WATCHED_RANK), clock, lambda: False).run()
+        return RankProcesses(attempt, ranks, RankProgram(arguments, environ, WATCHED_RANK), clock).run()
 
     ending = run_attempt(
         job.url,

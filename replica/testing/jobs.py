@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from diloco_orchestrator.clock import SystemClock
 from diloco_orchestrator.config import RunConfig
+from diloco_orchestrator.errors import error_line
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Exit, Intent
 from diloco_orchestrator.protocol.kinds import Role
@@ -38,7 +39,7 @@ class Seen:
     code: int | None = None  # exit code; None for a process that was killed
     late: bool = False  # killed because it took longer than the limit
     reason: str = ""  # of the exit record
-    error: str = ""  # the last line of its traceback
+    error: str = ""  # type and message of what it raised, in one line
     digests: Sequence[str | None] = ()  # of each commit's base; the final evaluation round's is the last base
     rounds: Sequence[Contribution] = ()  # this replica's manifests of the rounds that took training
     model: Tensors | None = None  # trainable parameters once the training function has returned
@@ -177,7 +178,7 @@ class Jobs:
             notes=notes,
             code=None if code == -signal.SIGKILL else code,
             late=late,
-            error=_last_line("" if code == 0 else _output(folder)),
+            error=error_line("" if code == 0 else _output(folder)),
             model=read_tensors(folder, "model"),
             base=read_tensors(folder, "base"),
             next=read_tensors(folder, "next"),
@@ -195,7 +196,7 @@ class Jobs:
         return replace(
             seen,
             reason=ended.reason if ended else "",
-            error=_last_line((ended.error or "") if ended else seen.error),
+            error=error_line(ended.error or "") if ended else seen.error,
             digests=[commit.base_digest for commit in commits],
             rounds=[manifest for manifest in manifests if manifest.kind != "scores"],
         )
@@ -204,7 +205,3 @@ class Jobs:
 def _output(folder: Path) -> str:
     path = folder / OUTPUT
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

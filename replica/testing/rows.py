@@ -88,10 +88,11 @@ def completes(checked: CheckResults) -> RowResult:
     if "NeverStepped" in first.error:
         return absent("no step was taken")
     if not first.completed:
+        loop = "call ctx.attach once, and loop over replica.batches(data), or until replica.step(…) is False. "
         return failed(
             f"a run of one replica ended early: {first.words()}",
-            "call ctx.attach once, and loop over replica.batches(data), or until replica.step(…) is False. "
-            "`diloco run` with the same function prints the traceback.",
+            ("" if first.error and "WorkloadEndedEarly" not in first.error else loop)
+            + "`diloco run` with the same function prints the traceback.",
         )
     return passed(f"a run of one replica took {checked.rounds} rounds of {checked.sync_every} steps and ended")
 

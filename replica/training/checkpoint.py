@@ -53,7 +53,7 @@ class Checkpoint:
         self._loop = loop
         self._optimizer = optimizer
         self._stateful = stateful
-        self.small = SmallState(optimizer, stateful)
+        self.small = SmallState(optimizer, stateful, new=True)
 
     def check(self) -> None:
         """After the first step: raise `ConfigError` for a state that cannot be saved, before a round is trained."""

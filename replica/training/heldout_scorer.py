@@ -180,7 +180,7 @@ def _check_distinct(items: Sequence[Any]) -> None:
         if first != index:
             raise ConfigError(
                 f"held-out items {first} and {index} are the same, so that the shares of two replicas overlap. Give "
-                "every item once, as in list(dict.fromkeys(items))."
+                "every item once, as in list({str(item): item for item in items}.values())."
             )
 
 

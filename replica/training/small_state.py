@@ -1,11 +1,13 @@
 """`SmallState`: training state small enough for every manifest, so that no restart loses it, whatever the quorum.
 
 It holds the `state_dict` of the user's small stateful objects, such as learning-rate schedules, and the hyperparameters
-of the inner optimizer's parameter groups, which schedules change. Larger objects are saved beside payloads, as often as
-`replica_state` says (`checkpoint`).
+of the inner optimizer's parameter groups, which schedules change: as they are, and as they were at `attach`, so that a
+training function that sets another value in a later leg is obeyed. Larger objects are saved beside payloads, as often
+as `replica_state` says (`checkpoint`).
 """
 
 import base64
+import copy
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +23,7 @@ from diloco_orchestrator.replica.training.tensor_tree import check_packable, pac
 log = logging.getLogger(__name__)
 
 LIMIT = 64 * 2**10  # bytes of one object's packed state, uncompressed
-_GROUPS, _OBJECTS = "groups", "stateful"
+_GROUPS, _OBJECTS, _MADE = "groups", "stateful", "made"
 
 
 def check_stateful(given: Any) -> Mapping[str, Any]:
@@ -46,16 +48,22 @@ class SmallState:
     """Encodes for manifests, and loads, the training state of one replica that is small: states of user objects, such
     as schedules, and optimizer hyperparameters.
 
-    `stateful`: the user's objects, by name.
+    `stateful`: the user's objects, by name. `new`: whether the training function has just made them, so that `load`
+    keeps hyperparameters that it sets to other values now than when the loaded state was saved.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | InnerOptimizers, stateful: Mapping[str, Any]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | InnerOptimizers, stateful: Mapping[str, Any], new: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._stateful = stateful
+        self._made = copy.deepcopy(self.hyperparameters()) if new else None
 
     def encode(self) -> str:
         """The states of the small stateful objects and the optimizers' hyperparameters, as text for a manifest."""
         tree = {_GROUPS: self.hyperparameters(), _OBJECTS: dict(self._states(small=True))}
+        if self._made is not None:
+            tree[_MADE] = self._made
         return base64.b64encode(zlib.compress(pack(tree), 9)).decode()
 
     def check(self, large: bool) -> None:
@@ -87,6 +95,7 @@ class SmallState:
                 each.load_state_dict(states[name])
         if _GROUPS in of_rates:
             self.set_hyperparameters(of_rates[_GROUPS])
+            self._keep_new(of_rates.get(_MADE, []))
         return set(tree[_OBJECTS])
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -108,16 +117,68 @@ class SmallState:
             return
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             for name, value in saved.items():
-                if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
-                    group[name].copy_(value)  # in place: a capturable step reads this tensor
-                else:
-                    group[name] = value
+                _set(group, name, value)
+
+    def _keep_new(self, before: list[dict[str, Any]]) -> None:
+        """Set hyperparameters that the training function has set to another value than `before` to that value.
+
+        A learning rate that follows a schedule stays at the same share of its initial one. `before`: hyperparameters as
+        the training function set them when the loaded state was saved; empty if an earlier version saved it.
+        """
+        made = self._made or []
+        if not len(before) == len(made) == len(self._optimizer.param_groups):
+            return
+        kept = set()
+        for group, then, now in zip(self._optimizer.param_groups, before, made, strict=True):
+            changed = {name: now[name] for name in now.keys() & then.keys() if not _same(now[name], then[name])}
+            kept |= {f"{name}={value} instead of {then[name]}" for name, value in changed.items()}
+            if "initial_lr" in changed and float(then["initial_lr"]):
+                changed["lr"] = group["lr"] * float(now["initial_lr"]) / float(then["initial_lr"])
+            for name, value in changed.items():
+                _set(group, name, value)
+        if kept:
+            log.info("the training function sets other hyperparameters now, which count: %s", ", ".join(sorted(kept)))
+            for each in self._stateful.values():
+                _follow_rates(getattr(each, "scheduler", each))  # accelerate wraps torch's schedules
 
     def _states(self, *, small: bool) -> Iterator[tuple[str, Any]]:
         for name, each in sorted(self._stateful.items()):
             state = each.state_dict()
             if (_size(state) <= LIMIT) is small:
                 yield name, state
+
+
+def stateful_in(text: str, where: str) -> Mapping[str, Any]:
+    """The states of the small stateful objects in a result of `SmallState.encode`, by name; none in an empty text.
+
+    `where`: names the manifest in errors. Raises `RecordInvalid` for any other text.
+    """
+    return _decode(text, where)[_OBJECTS] if text else {}
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+        group[name].copy_(value)  # in place: a capturable step reads this tensor
+    else:
+        group[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    return bool(one == other)
+
+
+def _follow_rates(schedule: Any) -> None:
+    """Let a schedule of torch, and those of which it consists, go on from its optimizer's learning rates."""
+    if not isinstance(schedule, LRScheduler):
+        return
+    for part in getattr(schedule, "_schedulers", []):
+        _follow_rates(part)
+    groups = schedule.optimizer.param_groups
+    if hasattr(schedule, "base_lrs"):
+        schedule.base_lrs = [group["initial_lr"] for group in groups]
+    schedule._last_lr = [group["lr"] for group in groups]
 
 
 def _decode(text: str, where: str) -> dict[str, Any]:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 from cli_support import ROOT, diloco, diloco_here
+from protocol_fleet import Fleet, play
 from signed_s3 import running_signed_s3
+
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.store.open_store import open_store
 
 
 @pytest.fixture(scope="module")
@@ -406,3 +411,21 @@ def test_bash_completes_commands_options_and_executors():
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == list(tries.values())
+
+
+@pytest.mark.parametrize("command", [["status"], ["explain"], ["verify"], ["pull", "model"]], ids=lambda args: args[0])
+def test_a_void_commit_is_logged_once_by_a_command(command: list[str], tmp_path: Path, caplog):
+    """Each reader of the log logged it, and each again when the log was found to contradict itself: up to six times."""
+    fleet = Fleet(replicas=2, rounds=20, store=open_store(str(tmp_path / "run")))
+    participants = fleet.join_all()
+    for _ in range(2):
+        play(participants, [1.0, 1.0])
+    last = RunLog(fleet.store).commit(2)
+    junk = last.written.model_copy(update={"round": 3, "outer_step": 9, "previous": last.sha256})
+    assert fleet.store.create(keys.commit(3), junk.to_bytes())
+    for _ in range(2):
+        play(participants, [1.0, 1.0])
+    caplog.clear()
+    diloco_here(command[0], str(tmp_path / "run"), *command[1:], cwd=tmp_path)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([words for words in said if words.startswith("rounds/00000003/commit.json is void: ")]) == 1, said

@@ -9,9 +9,10 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 from cli_support import ROOT, diloco_here
 from guarded_legs import STAMP, fleet_of, scoring
-from protocol_fleet import Fleet, play, report
+from protocol_fleet import Fleet, play, report, tiny_model
 
 from diloco_orchestrator import open_store
 from diloco_orchestrator.cli.compare_command import html_of
@@ -59,7 +60,8 @@ def test_the_table_has_figures_with_units_and_only_settings_that_differ(runs, tm
     rows = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in found if len(cells) == 3}
     assert rows[""] == ["voted", "joined"]
     assert rows["held-out, last"] == ["0.7886 (loss, nats per token)", "0.1476 (loss, nats per token)"]
-    assert rows["held-out, best"] == ["0.6157, as round 4 began", "0.1476, as round 6 began"]
+    assert rows["held-out, best"] == ["0.6157, after round 3", "0.1476, after round 5"]  # as `pull --round`
+    assert rows["outer steps"] == ["6", "6"]
     assert rows["tokens"] == ["496", "88"]
     assert rows["took"] == ["1 min 18 s", "16 s"]
     assert rows["payload moved"][0] == "7.2 kB"
@@ -144,3 +146,24 @@ def test_text_from_a_bucket_is_shown_on_the_page_and_never_interpreted(runs):
     run = replace(found.runs[0], name=nasty, reason=nasty, settings={nasty: nasty})
     page = html_of(replace(found, runs=[run, found.runs[0]], missing={nasty: nasty}))
     assert "<script>alert" not in page and page.count("&lt;script&gt;alert") >= 6
+
+
+def test_equal_models_are_called_so_and_others_with_the_round_from_which_they_differ(tmp_path):
+    def played(name: str, *values: float, rounds: int = 3, model: torch.nn.Module | None = None) -> Path:
+        fleet = Fleet(replicas=1, rounds=rounds, store=open_store(str(tmp_path / name)))
+        participant = fleet.join(0, model=model)
+        for value in [*values, *([0.0] if len(values) == rounds else [])]:  # the last round evaluates alone
+            play([participant], [value])
+        return tmp_path / name
+
+    whole, longer = played("whole", 1.0, 2.0, 3.0), played("longer", 1.0, 2.0, 3.0, 4.0, rounds=4)
+    others = [played("same", 1.0, 2.0, 3.0), played("apart", 1.0, 2.5, 3.0), played("late", 1.0, 2.0, 4.0)]
+    others += [played("shorter", 1.0, 2.0), longer, played("foreign", 1.0, model=tiny_model(seed=5))]
+    assert read(whole, *others).bits() == [
+        "same and whole are equal bit for bit, in the base that each ends with and in all before.",
+        "apart and whole are equal bit for bit up to the base after round 1, and differ from there on.",
+        "late and whole are equal bit for bit up to the base after round 2, and differ from there on.",
+        "shorter and whole are equal bit for bit as far as both are known: up to the base after round 1.",
+        "longer and whole are equal bit for bit as far as both are known: up to the base after round 3.",
+        "foreign and whole begin with different bases.",
+    ]

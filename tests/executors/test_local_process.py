@@ -270,6 +270,7 @@ executor.launch(LaunchRequest("run", 0, 1, ["python", "-c", sys.argv[2]]))
         ("print('DILOCO_EXIT {\"code\": 0}')", ReplicaState.SUCCEEDED, 0),
         ("print('DILOCO_EXIT {\"code\": 75}')", ReplicaState.PREEMPTED, 75),
         ("import os; os.kill(os.getpid(), 9)", ReplicaState.FAILED, None),
+        ("print('DILOCO_EXIT {}')", ReplicaState.FAILED, None),
     ],
 )
 def test_a_process_that_nobody_reaped_is_judged_by_its_last_line(executor, tmp_path, code, state, exit_code):
@@ -289,6 +290,15 @@ def test_a_later_process_with_the_same_pid_is_a_stranger(executor):
     assert executor.poll(mine).state is ReplicaState.RUNNING
     after_reboot = replace(mine, native={**mine.native, "boot_id": "another boot"})
     assert executor.poll(after_reboot).state.ended
+
+
+def test_a_name_that_is_no_text_hides_no_process(executor):
+    renamed = f"import ctypes; ctypes.CDLL(None).prctl(15, b'r\\xc3'); {WAIT_FOR_EVER}"
+    handle = executor.launch(request(code=renamed))
+    ready(executor, handle)
+    assert executor.poll(handle).state is ReplicaState.RUNNING
+    os.killpg(handle.native["pid"], signal.SIGRTMIN + 1)
+    assert ended(executor, handle).message == f"killed by signal {signal.SIGRTMIN + 1}"
 
 
 def test_a_process_of_another_host_is_unknown_not_failed(executor):
@@ -388,6 +398,22 @@ def test_what_is_written_until_an_attempt_is_found_to_have_ended_is_followed_too
         return True
 
     assert list(folder.logs(True, None, has_ended, lambda: None)) == ["its last", "line"]
+
+
+def test_a_result_of_any_length_comes_back(executor):
+    handles = executor.launch_replicas(1, "entrypoints:of_length", {"length": 10**6})
+    assert [len(each.value) for each in executor.collect(handles)] == [10**6]
+
+
+def test_a_line_that_is_being_written_is_followed_whole(tmp_path):
+    folder, polls = AttemptFolder(tmp_path), iter([False, True])
+    folder.output.write_text("first\nsec")
+
+    def pause() -> None:
+        with folder.output.open("a") as output:
+            output.write("ond\n")
+
+    assert list(folder.logs(True, 5, lambda: next(polls), pause)) == ["first", "second"]
 
 
 def test_each_state_of_a_progress_bar_is_a_line_of_the_log_however_it_is_read(tmp_path):

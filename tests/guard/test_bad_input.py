@@ -245,3 +245,13 @@ def test_the_rule_heldout_folds_nothing_without_a_training_metric_and_says_so():
     verdicts = [rounds.next(observed="loss") for _ in range(5)]
     assert not any(v.folded for v in verdicts)
     assert "the kill-switch is blind (replicas observe loss" in verdicts[-1].warning
+
+
+def test_rows_of_a_data_set_that_occur_twice_are_refused_with_a_line_that_leaves_each_once():
+    items = [{"prompt": str(i % 5)} for i in range(8)]
+    with pytest.raises(ConfigError, match="items 0 and 5 are the same") as refused:
+        HeldOutScorer(lambda model, items: [0.0] * len(items), items, 2, "loss")
+    line = str(refused.value).partition("as in ")[2].rstrip(".")
+    once = eval(line, {"items": items})
+    assert once == items[:5]
+    HeldOutScorer(lambda model, items: [0.0] * len(items), once, 2, "loss")

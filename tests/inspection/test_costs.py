@@ -11,6 +11,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat
 from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd, patience_s
 from executors.contract import LaunchRequest, ReplicaState
 from executors.prices import Price
@@ -235,7 +236,7 @@ def test_prices_are_written_down_so_that_the_next_coordinator_counts_on():
 
 
 def halted(scene: Scene) -> bool:
-    return any(True for _ in scene.fleet.store.list(keys.halt(1)))
+    return RunLog(scene.fleet.store).halt(1) is not None
 
 
 # -- to the end --------------------------------------------------------------------------------------------------------

@@ -95,5 +95,9 @@ def test_the_command_loads_and_scores(tmp_path: Path, monkeypatch: pytest.Monkey
     run = CliRunner().invoke(diloco, ["verify", str(tmp_path / "run"), *names, "--items=my_model:ITEMS", "--json"])
     found = json.loads(run.output)
     assert found["agrees"] and found["checked"]["snapshots scored"] == 3
+    files = [name.replace("my_model:", "my_model.py:") for name in [*names, "--items=my_model:ITEMS"]]
+    assert json.loads(CliRunner().invoke(diloco, ["verify", str(tmp_path / "run"), *files, "--json"]).output) == found
+    with pytest.raises(ConfigError, match="no held-out items are given, which are not those that the replicas"):
+        CliRunner().invoke(diloco, ["verify", str(tmp_path / "run"), *names], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"my_model has no 'scor'. Did you mean 'score'\?"):
         CliRunner().invoke(diloco, ["verify", "run", "--score=my_model:scor"], catch_exceptions=False)

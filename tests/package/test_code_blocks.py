@@ -41,7 +41,7 @@ PAGES = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "in
 PROGRAMS = {
     "README.md": ("tests/package/test_readme.py", (0, 1)),
     "docs/start/tutorial.md": ("tests/examples/test_tutorial.py", (0, 1, 2)),
-    "docs/recipes/boto3.md": ("tests/examples/test_tutorial.py", (0,)),
+    "docs/recipes/boto3.md": ("tests/examples/test_read_run.py", (0,)),
     "docs/recipes/heldout.md": ("tests/split/test_docs.py", (0, 1, 2)),
     "docs/recipes/islands.md": ("tests/run/test_torchrun.py", (1,)),
     "docs/recipes/whatif.md": ("tests/inspection/test_whatif_docs.py", (0, 1)),

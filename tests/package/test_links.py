@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -134,12 +135,21 @@ def test_the_version_to_cite_is_this_one():
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_no_line_of_the_changelog_stands_twice():
+    """A merge of two branches that add lines at one place may keep what one of them has moved."""
+    begun = Counter(line[:60] for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- "))
+    assert not [line for line, times in begun.items() if times > 1]
+
+
 def test_every_error_that_is_raised_on_purpose_has_a_section():
     from diloco_orchestrator import CollapseStopError, errors
     from diloco_orchestrator.executors import contract
+    from diloco_orchestrator.replica.process.stuck import STUCK
+    from diloco_orchestrator.replica.training.rank_owners import RankMissing
 
     classes = [each for module in (errors, contract) for each in vars(module).values() if isinstance(each, type)]
-    named = {each.__name__ for each in classes if issubclass(each, Exception)} | {CollapseStopError.__name__}
+    named = {each.__name__ for each in classes if issubclass(each, Exception)}
+    named |= {CollapseStopError.__name__, STUCK, RankMissing.__name__}
     page = (ROOT / "docs/reference/troubleshooting.md").read_text()
     named -= {"DilocoError", "Documented"}
     missing = named - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))

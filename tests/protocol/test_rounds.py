@@ -151,7 +151,40 @@ def test_a_tie_of_bases_waits_for_the_replicas_that_could_break_it(seen, waited_
     assert action is Action.COMMIT or ("missing" in decision.reason and 4 in decision.missing)
 
 
+@pytest.mark.parametrize(
+    ("seen", "waited_s", "action", "named", "missing"),
+    [
+        # Where a quorum has responded nobody waits for a vacated replica, whether all or some contribute.
+        (view(*map(answer, range(3)), roster=(0, 1, 2, 4), vacated=(3, 4)), 0, Action.COMMIT, (0, 1, 2), ()),
+        (
+            view(answer(0), answer(1), answer(2, "abstention"), roster=(0, 4), vacated=(3, 4)),
+            0,
+            Action.COMMIT,
+            (),
+            (),
+        ),
+        # With fewer a vacated one is waited for, for it or another one is launched again, as long as for a quorum.
+        (view(answer(0), answer(1), roster=(0, 1), out=(2,), vacated=(3, 4)), 99, Action.WAIT, (), (3, 4)),
+        (view(answer(0), answer(1), roster=(0, 1), out=(2,), vacated=(3, 4)), 100, Action.GIVE_UP, (), (3, 4)),
+        # In a tie of bases nobody waits for one.
+        (
+            view(*map(answer, range(3)), roster=(0, 1), tie_breakers=range(5), vacated=(3, 4)),
+            0,
+            Action.COMMIT,
+            None,
+            (),
+        ),
+        (view(answer(0), answer(1), tie_breakers=range(5), vacated=(3, 4)), 99, Action.WAIT, (), (2,)),
+    ],
+)
+def test_a_vacated_replica_is_waited_for_only_while_fewer_than_a_quorum_respond(seen, waited_s, action, named, missing):
+    decision = decide(seen, waited_s, ELASTIC)
+    assert (decision.action, decision.missing) == (action, missing)
+    assert named is None or decision.named == named
+
+
 def test_a_round_is_ready_without_the_replicas_that_are_out():
+    assert rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3,), vacated=(4,)), 1000.0, ELASTIC)
     assert rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3, 4)), 1000.0, ELASTIC)
     assert not rounds.is_ready(view(*map(answer, range(3)), **FIRST, out=(3,)), 1000.0, ELASTIC)
 

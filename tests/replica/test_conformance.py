@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from cli_support import diloco
 from safetensors.torch import save_file
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, error_line
 from diloco_orchestrator.replica.context import ReplicaSession
 from diloco_orchestrator.replica.testing import ConformanceReport, Finding, ReplicaUnsound, check_replica
 from diloco_orchestrator.replica.testing.jobs import Seen
@@ -113,6 +114,18 @@ def test_a_function_that_has_nothing_to_check_is_not_failed_for_it():
     bare = replace(FIRST, notes=Notes(steps=12, trainable=1))
     without = checked(first=bare)
     assert outcomes(without) == dict.fromkeys(("saved", "evaluation", "planted", "frozen"), "not applicable")
+
+
+def test_what_a_function_raised_is_shown_without_advice_about_its_loop():
+    try:
+        raise ConfigError("held-out items 3 and 5 are the same.\nGive each once.")
+    except ConfigError as error:
+        raised = error_line("".join(traceback.format_exception(error)))
+    assert raised == "diloco_orchestrator.errors.ConfigError: held-out items 3 and 5 are the same. Give each once."
+    for error, advised in ((raised, False), ("WorkloadEndedEarly: it returned", True), ("", True)):
+        row = next(found for found in findings(checked(first=replace(FIRST, code=1, error=error))) if found.remedy)
+        assert row.name == "completes" and error in row.detail
+        assert ("call ctx.attach once" in row.remedy) is advised and "prints the traceback" in row.remedy
 
 
 def test_a_state_that_is_lost_fails_its_row_and_leaves_nothing_to_resume():

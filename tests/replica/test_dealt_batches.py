@@ -117,7 +117,9 @@ def ends(parts: list[list[int]], first: set[int], **settings: Any) -> list[str]:
         return "with its run"
 
     def is_done(replica: int, round_: int) -> bool:
-        return replica in ended or any(True for _ in run.store.list(keys.contribution(round_, replica)))
+        return replica in ended or any(
+            info.key == keys.contribution(round_, replica) for info in run.store.list(keys.contributions(round_))
+        )
 
     run = SmallRun(len(parts), deal="open", guard="off", rounds=5, quorum=2, aggregate="mean", **settings)
     found: list[str] = run.train(workload)

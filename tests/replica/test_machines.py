@@ -23,6 +23,7 @@ from diloco_orchestrator.protocol.process import (
     EXIT_DONE,
     EXIT_PREEMPTED,
 )
+from diloco_orchestrator.replica.attempt.heartbeat import Pulse
 from diloco_orchestrator.replica.process.machines import (
     Link,
     MachinePlace,
@@ -116,15 +117,20 @@ def island(
     notices = SimpleNamespace(here=False, there=False)
     ranks, serving = 2 * (1 + others), list[Future[int]]()
     config = RunConfig(entrypoint="any:function", replicas=1, rounds=1, sync_every=1, ranks_per_replica=ranks)
-    begin, pulse = SimpleNamespace(leg=1), SimpleNamespace(round=0)
-    attempt: Any = SimpleNamespace(config=config, replica_id=0, begin=begin, claim_sha256="", pulse=pulse)
+    begin, pulse = SimpleNamespace(leg=1), Pulse()
+
+    def should_leave() -> bool:
+        return pulse.vacated or notices.here
+
+    known = {"begin": begin, "claim_sha256": "", "pulse": pulse, "should_leave": should_leave}
+    attempt: Any = SimpleNamespace(config=config, replica_id=0, **known)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(other_machines, first, SystemClock(), lambda: False)
         _connect(first).close()  # it listens
         there = program, SystemClock(), lambda: notices.there
         serving.extend(threads.submit(serve_machine_0, each, *there) for each in rest)
         links = waiting.result(timeout=10)
-        judge = RankProcesses(attempt, ranks, program, SystemClock(), lambda: notices.here, links)
+        judge = RankProcesses(attempt, ranks, program, SystemClock(), links)
         yield judge, notices, (serving, links, pulse)
 
 
@@ -150,10 +156,20 @@ def test_a_notice_to_any_machine_reaches_rank_0(tmp_path: Path):
         notify.join()
 
 
-def _when(happened: Callable[[], bool], notices: SimpleNamespace) -> None:
+def test_ranks_of_an_id_that_is_vacated_leave_by_themselves(tmp_path: Path):
+    with island(tmp_path) as (judge, _, (_, _, pulse)):
+        vacating = threading.Thread(
+            target=_when, args=(lambda: pulse.round == 7 and (tmp_path / "ready-3").exists(), pulse, "vacated")
+        )
+        vacating.start()
+        assert judge.run() == Ending(75, "preempted") and pulse.vacated  # by which the attempt's end is told
+        vacating.join()
+
+
+def _when(happened: Callable[[], bool], told: Any, what: str = "there") -> None:
     while not happened():
         time.sleep(0.01)
-    notices.there = True
+    setattr(told, what, True)
 
 
 @pytest.mark.slow

@@ -128,6 +128,41 @@ def test_rates_of_another_number_of_groups_are_left_alone(caplog):
     assert [group["lr"] for group in two.param_groups] == [0.25, 0.25] and "has 2 parameter groups" in caplog.text
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_learning_rate_that_the_training_function_changes_counts_and_its_schedule_goes_on(scheduled: bool, caplog):
+    caplog.set_level("INFO")
+
+    def made(lr: float, decay: float = 0.0) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer, {"schedule": schedule} if scheduled else {}
+
+    def state(lr: float, steps: int) -> tuple[torch.optim.Optimizer, str]:
+        optimizer, stateful = made(lr)
+        small = SmallState(optimizer, stateful, new=True)
+        for _ in range(steps if scheduled else 0):
+            optimizer.step()
+            stateful["schedule"].step()
+        return optimizer, small.encode()
+
+    trained, text = state(lr=0.5, steps=4)
+    for lr, decay in ((0.5, 0.0), (0.25, 0.01)):
+        caplog.clear()
+        optimizer, stateful = made(lr, decay)
+        SmallState(optimizer, stateful, new=True).load(text, "here")
+        (group,) = optimizer.param_groups
+        assert group["lr"] == trained.param_groups[0]["lr"] * (lr / 0.5) and group["weight_decay"] == decay
+        assert ("0.25 instead of 0.5" in caplog.text) is (lr != 0.5)
+        for schedule in stateful.values():
+            assert schedule.get_last_lr() == [group["lr"]]
+            optimizer.step()
+            schedule.step()
+            assert group["lr"] == lr / 6
+    other, stateful = made(0.25)  # another rank, which has trained, follows rank 0
+    SmallState(other, stateful).load(text, "here")
+    assert other.param_groups[0]["lr"] == trained.param_groups[0]["lr"]
+
+
 def test_step_where_it_cannot_be_meant(tmp_path: Path):
     model = mlp()
     session = context_of(Fleet(replicas=1), 0).attach(model, torch.optim.SGD(model.parameters(), lr=0.01))

@@ -24,6 +24,7 @@ _DONE = Ending(0, "the run ended")
     [
         ([(_LOST, 1), (None, -9)], [], "rank 1 of 2 was killed by signal 9 (SIGKILL, as the kernel does"),
         ([(None, -9), (_LOST, 1)], [], "rank 0 of 2 was killed by signal 9"),
+        ([(_LOST, 1), (None, -35)], [], "rank 1 of 2 was killed by signal 35"),
         ([(_LOST, 1), (None, 3)], [], "rank 1 of 2 ended with exit code 3, without a word"),
         ([(_LOST, 1), (_RAISED, None)], [], "rank 1 of 2: ValueError"),
         ([(_LOST, 1), (_RAISED, 1), (_REFUSED, None)], [], "rank 2 of 3: permanent"),
@@ -73,3 +74,15 @@ def test_an_event_that_was_cut_off_by_a_kill_is_passed_over(tmp_path: Path, monk
     while not said:
         children.look(0.2)
     assert said == [{"rank": 0, "died": -9}]
+
+
+def test_a_progress_bar_that_ends_no_line_is_passed_on_in_parts_and_not_kept(tmp_path: Path, monkeypatch):
+    (tmp_path / "bar.py").write_text("import os\nfor _ in range(100): os.write(1, b'.' * 10_000)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said: list[Any] = []
+    children = RankChildren(RankProgram([], dict(os.environ), "bar"), said.append)
+    children.start(RankPlace(0, 1, 1, 1, "claim", 10.0, "meeting"), "lo")
+    while not said or "died" not in said[-1]:
+        children.look(0.2)
+    sizes = [len(each["output"]) for each in said[:-1]]
+    assert sum(sizes) == 1_000_000 and max(sizes) < 200_000

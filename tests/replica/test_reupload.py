@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
 from diloco_orchestrator.protocol.records import ReuploadRequest
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.store.open_store import open_store
 from replica.rounds.participant import Participant
 
 
@@ -68,9 +69,11 @@ def observes(participant: Participant) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("harm", [damaged, lambda fleet, key: fleet.store.delete(key)], ids=["damaged", "lost"])
-def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(harm):
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_a_payload_that_its_follower_cannot_read_is_put_again_by_its_author(place, harm, tmp_path):
     clock = Meanwhile()
-    fleet, (one, two) = committed(clock=clock)
+    store = MemoryStore() if place == "memory" else open_store(str(tmp_path))
+    fleet, (one, two) = committed(clock=clock, store=store)
     harm(fleet, keys.payload(1, 1, 1, 0))
     clock.do = observes(two)
     one.close()

@@ -11,6 +11,7 @@ from scripted import STAMP
 from diloco_orchestrator.clock import ManualClock, NoBackground, ThreadBackground
 from diloco_orchestrator.errors import Preempted, QuorumLost, StoreUnavailable
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Cancel
 from diloco_orchestrator.protocol.records import Halt, Out
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -321,6 +322,39 @@ def test_a_replica_that_answers_after_it_was_called_out_is_waited_for_again():
     before = clock.now()
     assert "out for good" not in close(zero).commit.reason
     assert clock.now() - before > 60.0
+
+
+def be_vacated(participant: Participant, replica_id: int) -> None:
+    cancel = Cancel(**STAMP(), replica_id=replica_id, attempt=1, reason="vacated: no machine")
+    participant._attempt.store.create(keys.cancel(replica_id, 1), cancel.to_bytes())
+
+
+def test_a_round_with_too_few_contributions_waits_for_a_vacated_replica_as_long_as_for_a_quorum():
+    """Three rounds that name nobody would fail the run in seconds, while the replica is being launched again."""
+    (zero, one, _), clock = fleet_of(max_replicas=4)
+    be_out(zero, 2), be_vacated(zero, 1)
+    clock.advance(20.0)
+    answer(zero, 1.0)
+    before = clock.now()
+    with pytest.raises(QuorumLost, match=r"missing: 1\."):
+        close(zero)
+    assert clock.now() - before > 60.0
+    answer(one, 1.0)
+    assert close(zero).commit.reason.startswith("2 of 3 contributions, out for good: 2")
+
+
+def test_a_round_with_a_quorum_does_not_wait_for_a_vacated_replica_and_one_given_up_since_is_out():
+    (zero, one, _), clock = fleet_of(max_replicas=4)
+    be_vacated(zero, 2)
+    clock.advance(20.0)
+    answer(one, 1.0), answer(zero, 1.0)
+    before = clock.now()
+    assert close(zero).commit.reason.startswith("2 of 3 contributions") and clock.now() - before < 30.0
+    close(one), be_out(zero, 2)
+    clock.advance(100.0)
+    answer(zero, 1.0)
+    with pytest.raises(QuorumLost, match=r"missing: 1\."):
+        close(zero)
 
 
 def test_an_object_that_is_no_such_record_keeps_nobody_out(caplog: pytest.LogCaptureFixture):

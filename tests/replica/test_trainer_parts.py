@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback
 
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
@@ -431,7 +432,15 @@ def trainer_with(**args: Any) -> Any:
     }
     kept = {
         name: args.pop(name)
-        for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "num_iterations", "ref_model", "accelerator", "model")
+        for name in (
+            "is_fsdp_enabled",
+            "is_deepspeed_enabled",
+            "num_iterations",
+            "ref_model",
+            "accelerator",
+            "model",
+            "callback_handler",
+        )
         if name in args
     }
     state = SimpleNamespace(global_step=args.pop("global_step", 0))
@@ -454,6 +463,7 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
         ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
+        ({"callback_handler": SimpleNamespace(callbacks=[EarlyStoppingCallback()])}, "EarlyStopping.*Take it out"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
         (
             {"steps_per_generation": 6, "num_iterations": 2, "gradient_accumulation_steps": 2},

@@ -357,7 +357,7 @@ def test_scoring_does_not_disturb_training():
     assert digests(on) == digests(off)
 
 
-def with_remembered_rates() -> tuple[list[dict[int, float]], Callable[[str], Any]]:
+def with_remembered_rates() -> tuple[list[dict[int, float]], Callable[..., Any]]:
     """The learning rate of each step, by attempt; and what makes an attempt's trainer, with a cosine schedule."""
     rates: list[dict[int, float]] = []
 
@@ -365,8 +365,8 @@ def with_remembered_rates() -> tuple[list[dict[int, float]], Callable[[str], Any
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             rates[-1][state.global_step] = kwargs["optimizer"].param_groups[0]["lr"]
 
-    def make(folder: str) -> Any:
-        trainer = tiny.plain(folder, lr_scheduler_type="cosine", warmup_steps=3)
+    def make(folder: str, **changes: Any) -> Any:
+        trainer = tiny.plain(folder, lr_scheduler_type="cosine", warmup_steps=3, **changes)
         trainer.add_callback(Remembers())
         rates.append({})
         return trainer
@@ -385,6 +385,17 @@ def test_under_the_default_quorum_the_schedule_goes_on_after_a_restart():
     straight, _, again = rates
     assert sorted(straight) == list(range(12)) and sorted(again) == list(range(4, 12))
     assert again == {step: straight[step] for step in range(4, 12)}
+
+
+def test_another_learning_rate_of_a_resumed_run_counts_and_follows_the_schedule():
+    rates, make = with_remembered_rates()
+    attempt(fleet_of(quorum=None), lambda folder: make(folder, learning_rate=6e-3))
+    changed = fleet_of(quorum=None)
+    with pytest.raises(Killed):
+        attempt(changed, make, dies_after=6)
+    attempt(changed, lambda folder: make(folder, learning_rate=6e-3))
+    wanted, _, again = rates
+    assert again == pytest.approx({step: wanted[step] for step in range(4, 12)}) and again[11] == wanted[11]
 
 
 def test_a_replica_that_missed_rounds_takes_up_the_schedule_where_the_run_is():

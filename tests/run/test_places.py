@@ -16,9 +16,14 @@ from diloco_orchestrator import (
     launch,
     plan_launch,
 )
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.inspection.verify import verify
 from diloco_orchestrator.join.executor import JoinExecutor
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Run as RunRecord
+from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.store.open_store import open_store
 
 SETTINGS: dict[str, Any] = {**FAST, "quorum": None, "rounds": 100_000, "sync_every": 3, "args": {"pause_s": 0.05}}
 
@@ -137,3 +142,15 @@ def test_limits_and_prices_that_cannot_be_meant_are_refused_before_anything_is_w
     with pytest.raises(ConfigError, match=words):
         launch("tiny_workloads:train", store=str(tmp_path / "bucket"), executor=executor, **{"replicas": 2, **settings})
     assert not (tmp_path / "bucket").exists()
+
+
+def test_a_resume_whose_replicas_the_limit_does_not_pay_for_is_refused(tmp_path):
+    settings = {"entrypoint": "tiny_workloads:train", "rounds": 3, "replicas": 1, "max_replicas": 8}
+    stamp, store = Stamp("t", lambda: 0.0), open_store(str(tmp_path))
+    record = RunRecord(**stamp(), run_id="tiny", config=make_config(settings), package_version="0")
+    create_run(store, record, "launch", stamp)
+    run = attach(str(tmp_path), executor=two_places(usd_per_hour=3.0), trust_bucket=True)
+    with pytest.raises(ConfigError, match=r"does not pay for replicas=4: at cheap, .*\$4.00 an hour"):
+        run.resume(replicas=4)
+    with pytest.raises(ConfigError, match=r"goes on \(leg 1\): there is nothing to resume"):
+        run.resume(replicas=3)

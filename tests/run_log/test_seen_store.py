@@ -107,6 +107,20 @@ def test_the_commit_after_one_that_was_seen_is_not_asked_for_before_a_round_has_
     assert store.calls["GET"] == 1
 
 
+@pytest.mark.parametrize("replicas", [1, 4, 64])
+@pytest.mark.parametrize("round_s", [0.0, 25.0, 1800.0])
+def test_a_limit_of_requests_slows_polls_and_never_what_finds_a_hung_replica(round_s, replicas):
+    config = make_config({"entrypoint": "m:f", "replicas": replicas})
+    apart_s, hung_s = pace.apart_s(config, 1000), config.retry.hung_after_s
+    assert apart_s == 0.5 * (4 * replicas + 10) and pace.apart_s(config, None) == 0.0
+    assert pace.longest_wait_s(config, round_s, apart_s) >= apart_s
+    assert list(islice(pace.waiting(config, round_s, 0.1, apart_s).pauses(), 40))[-1] >= apart_s
+    beats, read = pace.heartbeat_s(config, round_s, apart_s), pace.heartbeats_read_s(config, round_s, apart_s)
+    assert min(apart_s, hung_s / 2.5 - config.timing.heartbeat_s) <= beats <= hung_s / 2.5
+    assert min(apart_s, hung_s / 1.5) <= read <= hung_s / 1.5
+    assert pace.heartbeats_read_again_s(config, apart_s) <= max(hung_s / 6, config.timing.heartbeat_s)
+
+
 @pytest.mark.parametrize("round_s", [0.0, 0.5, 25.0, 1800.0, 86400.0])
 def test_every_pause_follows_the_round_within_its_bounds(round_s):
     config = make_config({"entrypoint": "m:f"})

@@ -211,7 +211,7 @@ def test_after_a_halt_a_leg_does_not_start_from_a_forged_base():
 
 def test_a_finished_run_whose_last_snapshot_was_forged_is_resumed_from_what_the_log_says():
     fleet, participants = finished()
-    for info in list(fleet.store.list("snapshots/00000004")):
+    for info in list(fleet.store.list(keys.snapshot(4, ""))):
         fleet.store.delete(info.key)
     forged_replay(fleet.store, 4, forged_snapshot(fleet.store, participants[0], 4, by=0))
     begin_next_leg(RunLog(fleet.store), rounds=2, from_round=None, by="test", why="test", stamp=STAMP)

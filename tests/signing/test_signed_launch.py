@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cli_support import diloco_here
 from real_runs import wait_for
+from scripted import ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
@@ -15,6 +16,7 @@ from diloco_orchestrator.executors.contract import LaunchRequest
 from diloco_orchestrator.executors.local_process import LocalProcessExecutor
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.launching.prepare import prepare_launch
+from diloco_orchestrator.launching.run import launch
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -74,6 +76,16 @@ def test_a_run_in_a_bucket_is_signed_unless_its_launch_says_otherwise(url, optio
     prepared = prepare_launch("tiny_workloads:train", url, given, run_id="r", stamp=STAMP(), dry=True)
     assert (prepared.run.signed_by is not None) is signed
     assert all((ENV_ATTEMPT_KEY in each.secrets) is signed for each in prepared.requests)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_launch_says_where_the_keys_are_without_which_nobody_goes_on(tmp_path, monkeypatch, caplog, signed):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    caplog.set_level("INFO")
+    url = str(tmp_path / "run")
+    launch("tiny_workloads:train", store=url, executor=ScriptedExecutor(), replicas=2, rounds=2, signed=signed)
+    assert (f"for another machine: diloco key {url} --export" in caplog.text) is signed
+    assert (f"They are in {tmp_path / 'state'}" in caplog.text) is signed
 
 
 def test_each_attempt_gets_a_key_of_its_own_as_a_secret_and_no_attempt_gets_the_runs(tmp_path):

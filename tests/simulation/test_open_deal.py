@@ -1,6 +1,7 @@
 """Data dealt over the replicas that train (`deal="open"`): whole runs on virtual time, and tables of the rule."""
 
 import logging
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -251,3 +252,17 @@ def test_a_small_data_set_is_dealt_over_many_replicas_without_any_batch_twice_in
         assert len(set(dealt)) == 40
         log.commit({0: {round_: 10}, 1: {round_: 10}}, roster=[0, 1])
     assert log.deal.of(0).index(0) < 7
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nobody_is_dealt_what_another_has_or_what_was_read_though_rosters_change_and_the_end_of_the_pass_is_read(seed):
+    draw = random.Random(seed)
+    size = draw.randint(1, 200)
+    log, read = a_log(draw.randint(1, 4), size), set[int]()
+    for round_ in range(1, 40):
+        dealt = {i: log.dealt(i) for i in range(4)}
+        every = [number for each in dealt.values() for number in each]
+        assert len(set(every)) == 40 and not read.intersection(every), f"round {round_} of batches {size}"
+        steps = {i: draw.randint(1, 10) for i in range(4) if draw.random() < 0.7}
+        read |= {number for i, count in steps.items() for number in dealt[i][:count]}
+        log.commit({i: {round_: count} for i, count in steps.items()}, roster=[*steps] or [0])

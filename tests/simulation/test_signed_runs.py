@@ -117,7 +117,7 @@ def test_verify_agrees_with_the_segments_of_a_signed_run_as_long_as_each_record_
     simulation.run()
     stored = simulation.bucket.stored
     assert [info.key for info in stored.list(keys.LOG)]
-    named = next(info.key for info in stored.list(keys.commit(2)))
+    named = next(info.key for info in stored.list(f"{keys.commit(2)}/"))
     if harm:
         body = stored.get(named)
         MemoryStore.delete(stored, named)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from simulation import MOST_CLOSES, Simulation, simulate, simulate_forged, simulate_wide
 from simulation_checks import RightBases
 from simulation_plan import NextLeg, Plan, calm, plan_of, wide_plan_of
@@ -200,8 +201,12 @@ def test_what_somebody_forges_breaks_no_invariant_of_the_others(seed: int):
     assert simulate_forged(seed).forged_keys
 
 
-def test_the_same_seed_gives_the_same_trace():
-    one, two = simulate(5), simulate(5)
+def test_the_same_seed_gives_the_same_trace_with_any_number_of_threads():
+    before, one = torch.get_num_threads(), simulate(5)
+    torch.set_num_threads(3)
+    two = simulate(5)
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
     assert one.events == two.events > 100 and one.digest.hexdigest() == two.digest.hexdigest()
     assert simulate(6).digest.hexdigest() != one.digest.hexdigest()
 

@@ -279,7 +279,7 @@ def test_a_leg_whose_own_snapshot_cannot_be_read_starts_from_an_older_one():
     request_halt(RunLog(fleet.store), "test", "lunch", STAMP)
     play(participants, [1.0, 1.0])
     begin_next_leg(RunLog(fleet.store), rounds=None, from_round=None, by="test", why="test", stamp=STAMP)
-    for info in list(fleet.store.list("snapshots/00000002")):
+    for info in list(fleet.store.list(keys.snapshot(2, ""))):
         fleet.store.put(info.key, b"junk")
     again = fleet.join(0)
     assert (again.digest, again._tip.value.snapshot_round) == (participants[0].digest, 1)

@@ -53,6 +53,55 @@ def test_a_scheme_in_capitals_is_the_same_store(url):
     assert open_store(url, options).url == open_store(small, options).url == absolute_url(url) == small
 
 
+NO_ADDRESSES = (
+    *(
+        "localhost:9000",
+        "http://127.0.0.1:PORT",
+        "http://127.0.0.1:99999",
+        "https://<ACCOUNT>.r2.cloudflarestorage.com",
+    ),
+    *("http://127.0.0.1:9000 ", 'http://127.0.0.1:9000"', "http://", "http://[::1", "ftp://host"),
+)
+
+
+@pytest.mark.parametrize("endpoint", NO_ADDRESSES)
+@pytest.mark.parametrize("url", ["s3://b/x", "hf://buckets/me/b/x", "az://c/x"])
+def test_an_endpoint_that_is_no_address_is_refused_in_a_sentence(url: str, endpoint: str):
+    given = {**UNSIGNED, "endpoint": endpoint} if url.startswith("az") else {"anon": True, "endpoint_url": endpoint}
+    with pytest.raises(ConfigError, match=r"^the endpoint .* is no address of a server. Write http://host:port or"):
+        open_store(url, given)
+
+
+@pytest.mark.parametrize("endpoint", NO_ADDRESSES)
+@pytest.mark.parametrize(
+    ("url", "name", "options"),
+    [("s3://b/x", "AWS_ENDPOINT_URL", {"anon": True}), ("az://c/x", "AZURE_STORAGE_ENDPOINT", UNSIGNED)],
+)
+def test_so_is_one_of_the_environment(url: str, name: str, options: dict[str, object], endpoint: str, monkeypatch):
+    monkeypatch.setenv(name, endpoint)
+    with pytest.raises(ConfigError, match=r"ndpoint.* http://host:port or https://host"):
+        open_store(url, options)
+
+
+def test_so_is_a_region_that_is_none(monkeypatch):
+    monkeypatch.setenv("AWS_REGION", "eu central")
+    with pytest.raises(ConfigError, match=r"cannot set up S3 access: .*eu central.* a name such as eu-central-1"):
+        open_store("s3://b/x", {"anon": True})
+
+
+def test_the_password_of_an_endpoint_that_is_refused_is_not_shown():
+    with pytest.raises(ConfigError) as refused:
+        open_store("s3://b/x", {"anon": True, "endpoint_url": "http://me:se-cret-7@host:PORT"})
+    assert "se-cret-7" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:9000/", "https://[::1]:9/a", "http://minio_1:9000", "https://a.b"]
+)
+def test_an_endpoint_with_a_port_a_path_or_of_a_container_is_taken(endpoint: str):
+    assert open_store("s3://b/x", {"anon": True, "endpoint_url": endpoint}).endpoint == endpoint.rstrip("/")
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_an_address_without_bucket_is_refused(scheme):
     with pytest.raises(ConfigError, match=f"names no bucket. Write {scheme}://bucket/folder"):

@@ -167,6 +167,8 @@ def test_listing_is_complete_sorted_and_below_the_prefix(store: Store):
     assert keys(store, "b/", start_after="b/10") == ["b/2"]
     assert keys(store, "nothing/") == []
     assert [info.size for info in store.list("b/")] == [5, 4, 3]
+    with pytest.raises(AssertionError, match="no folder"):  # an engine would find "b/2" below "b", or nothing
+        store.list("b/1")
 
 
 def test_a_write_is_listed_as_soon_as_it_returned(store: Store):

@@ -9,11 +9,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hf_gateway import HfGateway
+from hf_gateway import HfGateway, _Gateway
 from real_runs import FAST, digests
 
 from diloco_orchestrator import LocalProcessExecutor, RunReader, launch, plan_launch
-from diloco_orchestrator.clock import SystemClock
+from diloco_orchestrator.clock import ManualClock, SystemClock
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.inspection.doctor import examine_store
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -93,6 +93,7 @@ def test_a_plan_says_how_much_of_the_quota_of_five_minutes_a_run_takes(replicas:
     executor, url = LocalProcessExecutor(), "hf://buckets/me/b/run"
     plan = plan_launch("tiny_workloads:train", url, executor=executor, replicas=replicas, round_s=25.0)
     (line,) = (line for line in plan.lines() if line.startswith("quota:"))
+    assert f"; who waits asks every {0.5 * (4 * replicas + 10):.0f} s, to fit 1,000" in line
     said = re.search(r"about (\d+) requests in five minutes; the Hub allows 1,000 \(free\)", line)
     assert said is not None and int(said[1]) == pytest.approx(requests, rel=0.1)
     fits = re.search(r"; rounds of (\d+) s keep to 1,000$", line)
@@ -100,6 +101,25 @@ def test_a_plan_says_how_much_of_the_quota_of_five_minutes_a_run_takes(replicas:
     if fits is not None:
         longer = plan_launch("tiny_workloads:train", url, executor=executor, replicas=replicas, round_s=float(fits[1]))
         assert sum(longer.round.requests.values()) * 300 / float(fits[1]) == pytest.approx(1000, rel=0.05)
+
+
+def test_where_the_requests_of_five_minutes_are_used_up_the_next_comes_after_a_tenth_of_them(
+    hf_gateway: HfGateway, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    class UsedUp(_Gateway):
+        refused = 0
+
+        def do_PUT(self) -> None:  # noqa: N802
+            if UsedUp.refused:
+                return super().do_PUT()
+            UsedUp.refused += 1
+            self._whole_body()
+            return self._error(429, "TooManyRequests", self.path)
+
+    monkeypatch.setattr(hf_gateway.server, "RequestHandlerClass", UsedUp)
+    clock = ManualClock()
+    open_store(url, hf_gateway.options(), clock=clock).put("key", b"x")
+    assert UsedUp.refused == 1 and 30.0 <= clock.now() <= 37.5
 
 
 @pytest.mark.slow

@@ -123,6 +123,13 @@ def test_patience_ends_and_the_error_tells_how_long_it_lasted():
     assert 90 <= clock.now() <= 90 + RetryPolicy().longest_pause_s
 
 
+def test_a_store_that_says_for_how_long_is_left_alone_for_so_long_and_a_window_at_the_most():
+    for said_s, least_s, most_s in ((40.0, 80.0, 100.0), (1e6, 600.0, 750.0)):
+        store, clock = FaultyStore(*(StoreUnavailable("429.", said_s) for _ in range(2))), ManualClock()
+        RetryingStore(store, clock, random.Random(1), LASTING).put("key", b"x")
+        assert store.calls == 3 and least_s <= clock.now() <= most_s
+
+
 def test_a_process_that_was_asked_to_leave_tries_for_a_short_time():
     leaving = [False]
     store, clock = FaultyStore(*hiccups(10_000)), ManualClock()

@@ -13,6 +13,7 @@ from fast_s3 import running_fast_s3
 from fsspec import AbstractFileSystem
 from s3_server import S3Server
 
+from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.fsspec_engine import FsspecEngine
@@ -111,6 +112,7 @@ class Grumpy(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", '"0123"')
+        self.send_header("Retry-After", "7")
         self.end_headers()
         self.wfile.write(body)
 
@@ -129,6 +131,15 @@ def test_what_may_pass_is_tried_again_by_every_engine(status: int, code: str, en
     with grumpy(status, code) as server:
         assert open_store("s3://bucket/x", options_of(server), engine=engine, retry=HURRIED).create("key", b"x") is True
         assert server.seen >= 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, ""), (503, "SlowDown")])
+def test_a_server_that_asks_for_fewer_requests_is_asked_again_after_what_it_says(status: int, code: str):
+    """Through s3fs; obstore shows no header of a reply."""
+    with grumpy(status, code) as server:
+        clock = ManualClock()
+        store = open_store("s3://bucket/x", options_of(server), engine="fsspec", clock=clock, retry=RetryPolicy())
+        assert store.create("key", b"x") and 7.0 <= clock.now() <= 8.75
 
 
 @pytest.mark.parametrize("engine", ENGINES)

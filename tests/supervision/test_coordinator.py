@@ -82,8 +82,28 @@ def test_a_cause_that_several_attempts_end_for_is_in_the_log_once(caplog: pytest
     lines = [record.getMessage() for record in caplog.records]
     assert sum(cause in line for line in lines) == 1, lines
     assert "replica 0, attempt 1: ended (error): ValueError: the data set is not on this machine" in lines
-    assert "replica 1, attempt 2: ended (error): as replica 0, attempt 1" in lines
+    assert "replica 1, attempt 2: ended (error): for the same reason as replica 0, attempt 1" in lines
+    assert "replica 0: launching attempt 2 (attempt 1 (error): as said above)" in lines
     assert any("the run goes on without its replica, which failed 2 times" in line for line in lines)
+
+
+def test_an_error_that_no_relaunch_mends_is_in_the_log_once_with_its_kind_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    scene = Scene(replicas=3, quorum=1)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    cause = "ConfigError: held-out items 3 and 5 are the same"
+    for replica_id in (0, 1):
+        scene.ends(replica_id, 1, ReplicaState.FAILED, f"permanent: {cause}", code=78)
+    scene.steps(coordinator, 3)
+    lines = [record.getMessage() for record in caplog.records if "attempt 1" in record.getMessage()]
+    away = "attempt 1: the run goes on without its replica, which cannot take part:"
+    assert sorted(lines) == [
+        f"replica 0, attempt 1: ended (permanent): {cause}",
+        f"replica 0, {away} as said above",
+        "replica 1, attempt 1: ended (permanent): for the same reason as replica 0, attempt 1",
+        f"replica 1, {away} for the same reason as replica 0, attempt 1",
+    ]
 
 
 def test_an_unknown_state_is_never_a_reason_to_act():

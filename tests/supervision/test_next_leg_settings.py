@@ -75,6 +75,17 @@ def test_status_and_pull_name_the_best_base_and_the_newest_with_both_scores(tmp_
     assert copy_model(RunLog(fleet.store), tmp_path / "named", NEWEST) == NEWEST
 
 
+def test_status_and_pull_name_the_best_model_of_a_run_that_the_guard_did_not_halt_where_another_is_newest():
+    fleet, _ = fleet_of([0.1, 0.5, 0.9, 0.3])
+    model = RunReader(fleet.store).status().model
+    assert (model.round, model.best_round, model.best_heldout) == (4, 2, 0.9)
+    assert model.words() == "round 4, the newest; the best by held-out score is round 2 (0.9)"
+    rising, _ = fleet_of([0.1, 0.5, 0.9, 0.95])
+    assert (
+        RunReader(rising.store).model().words() == "round 4, the newest; the best by held-out score is round 3 (0.95)"
+    )
+
+
 def test_once_the_run_goes_on_its_newest_base_is_the_default_again():
     fleet = collapsed()
     resume(fleet)

@@ -184,7 +184,31 @@ def test_a_run_ends_where_one_place_can_launch_nothing_and_the_other_never_has_a
     coordinator = town.coordinator()
     town.run(coordinator, 600)
     result = coordinator.reader.log.recorded_result(1)
-    assert result is not None and result.status == "failed" and "none today" in result.reason
+    assert result is not None and result.status == "failed"
+    assert "none today" in result.reason or "no such region" in result.reason
+
+
+@pytest.mark.parametrize("limits", [{"usd_per_hour": 2.9}, {"max_replicas": None, "max_cost_usd": 0.4}], ids=str)
+@pytest.mark.parametrize(
+    ("refusal", "minutes"),
+    [
+        (ExecutorDenied("this account has no credit"), 11),
+        (ValueError("no such region"), 2),
+        (ExecutorError("HTTP 500"), 40),
+        (NoCapacity("none today"), 90),
+    ],
+    ids=str,
+)
+def test_a_run_ends_where_the_one_place_that_its_limits_pay_for_refuses_for_good(refusal, minutes, limits):
+    """As with that place alone: a place whose machines cost more gives nobody one. It waited without end."""
+    town = Town(**limits, retry={"backoff_s": 0.0, "hung_after_s": 30.0, "max_no_capacity": 3})
+    town.cheap.refusal = refusal
+    coordinator = town.coordinator()
+    for _ in range(minutes):
+        town.run(coordinator, 60)
+    result = coordinator.reader.log.recorded_result(1)
+    assert result is not None and result.status == "failed" and str(refusal) in result.reason
+    assert town.dear.launched == []
 
 
 def test_replicas_are_given_up_where_no_place_can_launch_any():

@@ -17,6 +17,7 @@ from diloco_orchestrator.protocol.records import Halt, Metric
 from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild_files
+from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.retention import RetentionPlan, RetentionSweeper, plan
 from replica.rounds.participant import Participant
@@ -116,6 +117,16 @@ def test_snapshots_that_are_pinned_stay():
     collect(fleet, RetentionConfig(snapshots=2))
     assert set(RunReader(fleet.store).snapshots()) == made.kept_snapshots.keys()
     assert verify_run(fleet.store).agrees
+
+
+def test_a_snapshot_goes_with_all_its_versions(tmp_path):
+    fleet, _ = fleet_of(rounds=11, store=open_store(str(tmp_path)))
+    folder = keys.snapshot(2, "")
+    for key in [info.key for info in fleet.store.list(folder)]:
+        fleet.store.put(keys.snapshot(2, key.removeprefix(folder), "r1"), fleet.store.get(key))
+    collect(fleet, RetentionConfig(snapshots=2))
+    assert rounds_left(fleet, "snapshots/", "/snapshot.json") == {0, 4, 8, 10}
+    assert not [info.key for info in fleet.store.list("snapshots/") if "/00000002" in info.key]
 
 
 def test_what_a_late_replica_owes_stays():

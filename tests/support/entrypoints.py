@@ -19,6 +19,10 @@ def add(a: float, b: float) -> dict[str, Any]:
     }
 
 
+def of_length(length: int) -> str:
+    return "x" * length
+
+
 def fail(words: str) -> None:
     raise LookupError(words)
 

@@ -29,7 +29,7 @@ def end(code: int, reason: str) -> None:
 
 said = [f"{name}={os.environ.get(name)}" for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DILOCO_MEETING_KEY")]
 print(*said, "own group" if os.getpgrp() == os.getpid() else "group of others")
-print(json.dumps({"pulse": {"round": 7 + place["rank"]}}), file=events, flush=True)
+print(json.dumps({"pulse": {"round": 7 + place["rank"], "vacated": False}}), file=events, flush=True)
 (options.folder / f"ready-{place['rank']}").touch()
 do = json.loads(options.do).get(str(place["rank"]), "")
 while True:
@@ -41,4 +41,5 @@ while True:
         if (options.folder / "ended").exists() and (said := (options.folder / "ended").read_text()):
             code, _, reason = said.partition(" ")
             end(int(code), reason)
+    print(json.dumps({"pulse": {"round": 7 + place["rank"], "vacated": False}}), file=events, flush=True)
     time.sleep(0.01)

@@ -95,7 +95,9 @@ class PlacedSimulation(Simulation):
         usd = {"a": 1.0, "b": draw.choice([0.3, 0.9, 2.0]), "c": draw.choice([0.1, 0.5, 3.0])}
         lies = {"a": (), **{name: draw.sample(kinds, draw.randint(1, 3)) for name in "bc"}}
         self.places = {name: SimPlace(self, name, usd[name], lies[name]) for name in usd}
-        self.usd_per_hour = draw.choice([None, plan.replicas * 1.0, plan.replicas * 2.5, 20.0])
+        leg = plan.next_leg
+        most = max(plan.replicas, (leg and leg.replicas) or 0)  # a leg whose replicas the limit cannot pay is refused
+        self.usd_per_hour = draw.choice([None, most * 1.0, most * 2.5, 20.0])
         self.opened = 0  # launches that were looked at
         self._known: dict[int, int] = {}  # the newest attempt of each replica
         self._moved: list[int] = []  # rounds

@@ -90,8 +90,9 @@ class ModelScorer:
             raise ConfigError(f"the replicas of {run_log.store.url} scored no held-out set: leave the scorer out.")
         items = run_log.run.config.heldout_items if code.items is None else code.items
         if set_digest(items) != start.heldout.digest:
+            given = f"the {len(items)} held-out items given are" if items else "no held-out items are given, which are"
             raise ConfigError(
-                f"the {len(items)} held-out items given are not those that the replicas of {run_log.store.url} scored "
+                f"{given} not those that the replicas of {run_log.store.url} scored "
                 f"({start.heldout.items} items): pass the list "
                 "that the training function passes to attach (`items`, `--items pkg.mod:LIST`)."
             )
