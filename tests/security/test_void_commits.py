@@ -219,7 +219,7 @@ def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followe
     at = next(each.round for each, after in itertools.pairwise(commits) if each.by != after.by and each.round > 1)
     assert commits[at - 1].by != commits[at].by
     fields = {**parse_json(run.bucket.get(keys.commit(at - 1))), "by": str(By((INSIDER, 1))), "reason": "another"}
-    for info in list(run.bucket.stored.list(keys.commit(at - 1))):
+    for info in list(run.bucket.stored.list(f"{keys.commit(at - 1)}/")):
         MemoryStore.delete(run.bucket.stored, info.key)
     run.write(at - 1, canonical_json(fields))
     log = RunLog(SignedStore(run.bucket.stored, {}))
