@@ -92,7 +92,7 @@ def due(run_log: RunLog, begin: Begin) -> set[int]:
 def halt_for_void_commits(run_log: RunLog, begin: Begin, by: str, stamp: Stamp) -> bool:
     """Request a halt for new keys once a replica has written three void commits in a leg (start or resume to stop).
 
-    Returns whether one has, so that the leg need not be looked at again; costs no request before. `begin`: the leg's.
+    Returns whether one has, so that nobody need ask again in the leg; costs no request before. `begin`: the leg's.
     """
     authors = [replica_id for round_, replica_id in run_log.void_authors.items() if round_ > begin.after_round]
     if run_log.run.signed_rules is None or not _most_void(authors):
