@@ -69,7 +69,7 @@ def main() -> int:
         background=ThreadBackground(),
         environ=environ,
         # The process above ranks trains nothing, and needs no torch.
-        load_libraries=lambda: None if (options.ranks or 1) > 1 else load_training_libraries(environ),
+        load_libraries=lambda: None if options.ranks else load_training_libraries(environ),
         load_entrypoint=load_entrypoint,
         notice=notice,
         ranks=options.ranks,

@@ -283,6 +283,13 @@ class RunConfig(Tree):
         return given[replica_id] if isinstance(given, list) else given
 
     @property
+    def in_ranks(self) -> bool:
+        """Whether any replica is of several ranks. Then torch's process group exists in all, also in one of one rank,
+        so that one training function shards or wraps its model in each.
+        """
+        return any(self.ranks_of(replica_id) > 1 for replica_id in range(self.most_replicas))
+
+    @property
     def most_replicas(self) -> int:
         """The number of replica ids of the run: `max_replicas`, or `replicas` in a run of a fixed number of replicas.
 

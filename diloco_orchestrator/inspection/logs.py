@@ -19,15 +19,17 @@ _POLL_S = 2.0  # between two searches for new attempts
 _WAIT_S = 0.2
 
 
-def executor_of_run(reader: RunReader, need: str, trust_bucket: bool) -> ServerlessExecutor:
+def executor_of_run(
+    reader: RunReader, need: str, trust_bucket: bool, instead: str = "Name it yourself (executor=…, --executor)"
+) -> ServerlessExecutor:
     """The executor that launched the run, with this process's credentials.
 
     Raises `ConfigError` or `ExecutorError` if run.json does not say how to make it, and `ConfigError` for a run that
     this user did not launch on this machine, unless `trust_bucket` is set. `need`: why the executor is needed, the
-    beginning of that message.
+    beginning of that message. `instead`: what else its reader can do.
     """
     if not trust_bucket:
-        check_launched_here(reader.log, need)
+        check_launched_here(reader.log, need, instead)
     spec = reader.run.executor
     if spec is not None and spec.get("name") != "local":
         return recreate(spec)
@@ -78,8 +80,22 @@ def log_lines(
     if record is None:
         return iter(())
     handle = ReplicaHandle.from_json(record.handle)
-    executor = executor or executor_of_run(reader, "the output of an attempt that runs", trust_bucket)
+    executor = executor or _executor_that_reads(reader, trust_bucket)
     return executor.logs(handle, follow=follow, tail=tail)
+
+
+def _executor_that_reads(reader: RunReader, trust_bucket: bool) -> ServerlessExecutor:
+    """The executor for the output of an attempt that runs; raises the errors of `executor_of_run`.
+
+    Machines that join write theirs into the run's folder, and nothing in run.json says how it is read there: so it is
+    read of any run.
+    """
+    if (reader.run.executor or {}).get("name") == "join":
+        joined = recreate({"name": "join", "options": {}})
+        joined.use_store(reader.store.url, {})
+        return joined
+    instead = "Read it on the machine that launched the run, or in the bucket once the attempt has ended"
+    return executor_of_run(reader, "the output of an attempt that runs", trust_bucket, instead)
 
 
 @dataclass(frozen=True)

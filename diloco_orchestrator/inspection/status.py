@@ -86,8 +86,13 @@ class ReplicaRow:
     ranks: int = 1  # its processes, which train one model
     ended_after: int = 0  # the last round whose commit it had followed when it ended, often later than `round`
 
-    def words(self) -> str:
-        """The replica's state as text, and before it trains the reason why it does not yet."""
+    def words(self, *, stopped: bool = False) -> str:
+        """The replica's state as text, and before it trains the reason why it does not yet.
+
+        `stopped`: the run has, so that an attempt without an exit record is no longer what its records say.
+        """
+        if stopped and not self.state.startswith("ended: "):
+            return "never started" if self.state == "launching" else f"no exit record, last seen {self.state}"
         waits_for = self.waits_for or _FIRST_MINUTE.get(self.state, "")
         return f"{self.state}: {waits_for}" if waits_for else self.state
 

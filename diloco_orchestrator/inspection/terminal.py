@@ -179,7 +179,7 @@ def fitted(status: RunStatus, console: Console, height: int) -> RenderableType:
     parts: list[RenderableType] = [head]
     if status.replicas:
         reserved = _ROUND_AND_GUARD if height >= _ROOMY else 0
-        shown = _replicas_table(status.replicas, _metric(status), most=max(2, lines - 2 - reserved))
+        shown = _replicas_table(status, most=max(2, lines - 2 - reserved))
         parts += [Text(), shown]
         lines -= 1 + _lines(console, shown)
     statistics = status.verdict.statistics if status.verdict is not None else ()
@@ -293,7 +293,7 @@ def overview(status: RunStatus, rounds: int, still: Sequence[str] = ()) -> Rende
     """
     parts: list[RenderableType] = [_headline(status, still)]
     if status.replicas:
-        parts += [Text(), _replicas_table(status.replicas, _metric(status))]
+        parts += [Text(), _replicas_table(status)]
     if status.verdict is not None and status.verdict.statistics:
         parts += [Text(), _guard_table(status.verdict.statistics)]
         parts += (
@@ -392,13 +392,14 @@ def _guard_table(statistics: Sequence[Statistic]) -> Table:
 _USUAL = ("starting", "training", "scoring", "publishing", "waiting", "snapshot")
 
 
-def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = None) -> Table:
+def _replicas_table(status: RunStatus, most: int | None = None) -> Table:
     """A table row for each replica; if more than `most`, those in unusual states first, and a count of the rest."""
+    replicas, stopped = status.replicas, status.state not in ("starting", "running")
     shown, rest = replicas, list[ReplicaRow]()
     if most is not None and len(replicas) > most:
         unusual_first = sorted(replicas, key=lambda replica: (replica.state in _USUAL, replica.replica_id))
         shown, rest = unusual_first[: most - 1], unusual_first[most - 1 :]
-    table = _table("replica", "attempt", "round", "inner step", metric)
+    table = _table("replica", "attempt", "round", "inner step", _metric(status))
     table.add_column("state", overflow="fold")
     for replica in shown:
         table.add_row(
@@ -407,7 +408,7 @@ def _replicas_table(replicas: list[ReplicaRow], metric: str, most: int | None = 
             str(max(replica.round, replica.ended_after) or "-"),
             str(replica.inner_step) if replica.round >= replica.ended_after else "-",
             _number(replica.loss),
-            replica.words(),
+            replica.words(stopped=stopped),
         )
     if rest:
         states = Counter(replica.state for replica in rest)

@@ -208,10 +208,11 @@ class JoinExecutor(RemoteExecutor):
             offer = self._offer(request, self._invited(store, request))
             if (created := Writer(store, Role.COORDINATOR).create(offer, key)) is not None:
                 log.info(
-                    "replica %d, attempt %d waits for a machine: diloco join %s",
+                    "replica %d, attempt %d waits for a machine: diloco join %s%s",
                     request.replica_id,
                     request.attempt,
                     quote(store.url),
+                    " --signed-by KEY, as `diloco status` prints it" if ENV_ATTEMPT_KEY in request.secrets else "",
                 )
             data = offer.to_bytes() if created is not None else read_record(store, key)
             sha256 = sha256_hex(data)

@@ -285,8 +285,8 @@ class Machine:
             raise ConfigError(f"{who(offer)}: its keys are not for this link, which was revoked or has expired")
         if sealed is None:
             raise ConfigError(
-                f"{who(offer)}: its keys are for other machines. Launch the run with this one among "
-                f"JoinExecutor(machines=[…]): {self._user.public.text()}"
+                f"{who(offer)}: its keys are for other machines. Launch or attach the run with --machines, "
+                f"JoinExecutor(machines=[…]), of this one too: {self._user.public.text()}"
             )
         return self._user.opened(name_of(offer), sealed).decode()
 

@@ -75,15 +75,16 @@ def failure_seen_here(store: Store) -> str:
     return failure if isinstance(failure, str) else ""
 
 
-def check_launched_here(run_log: RunLog, need: str) -> None:
+def check_launched_here(run_log: RunLog, need: str, instead: str) -> None:
     """Raise `ConfigError` unless this user launched the run on this machine and its settings are unchanged since.
 
-    `need`: the operation that needs a trusted executor, first words of the error.
+    `need`: the operation that needs a trusted executor, first words of the error. `instead`: what else its caller can
+    do.
     """
     if why := why_not_launched_here(run_log):
         raise ConfigError(
             f"{need} needs the executor that {run_log.store.url} names, and {why}: whoever may write to the bucket "
-            "chose that executor and what it runs. Name it yourself (executor=…, --executor), or pass "
+            f"chose that executor and what it runs. {instead}, or pass "
             "trust_bucket=True (--trust-bucket) if you trust all who may write there."
         )
 

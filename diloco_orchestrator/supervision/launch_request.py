@@ -130,7 +130,8 @@ class LaunchRequests:
         if self.operator is not None and offers_without_keys(executor, config):
             raise ConfigError(
                 "a signed run needs machines that can get an attempt's keys: name them by the lines that `diloco key "
-                "--me` prints there, JoinExecutor(machines=[…]), or launch it with signed=False (--unsigned)."
+                "--me` prints there, --machines or JoinExecutor(machines=[…]), or launch it with signed=False "
+                "(--unsigned)."
             )
         self._check_invited(executor)
         if isinstance(executor, Places):
@@ -200,8 +201,8 @@ class LaunchRequests:
         """Command and environment of an attempt, from run.json. Raises `ConfigError` for code not uploaded."""
         config = self.run.config
         where = ["--store", self.url, "--replica-id", str(replica_id), "--attempt", str(attempt)]
-        if (ranks := self._of_leg.ranks_of(replica_id)) > 1:
-            where += ["--ranks", str(ranks)]
+        if self._of_leg.in_ranks or config.in_ranks:
+            where += ["--ranks", str(self._of_leg.ranks_of(replica_id))]
         where += self.launched.arguments()
         env = {**config.env, ENV_RANK: str(replica_id), ENV_WORLD_SIZE: str(config.most_replicas)}
         env |= names_of(self.secrets)

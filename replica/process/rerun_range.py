@@ -186,7 +186,7 @@ def main() -> int:
     store = of_run(open_store(options.store, json.loads(environ.get(ENV_STORAGE_OPTIONS) or "{}")), environ)
     manifest = ContributionReader(store).exact(options.round, options.replica_id, options.sha256)
     written_at = options.output / "written"  # by all ranks of the replica
-    written = open_store(str(written_at)) if manifest.ranks else None
+    written = open_store(str(written_at))
 
     def repetition(background: Background) -> Repetition:
         return Repetition.of(store, manifest, background, launched, written)
@@ -201,10 +201,10 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
     def trained(attempt: Attempt) -> Ending:
-        if manifest.ranks is None:
+        if manifest.ranks is None and not (attempt.config.in_ranks or attempt.log.run.config.in_ranks):
             return train(attempt, load_entrypoint)
         program = RankProgram(sys.argv[1:], environ, "diloco_orchestrator.replica.process.rerun_range")
-        return RankProcesses(attempt, manifest.ranks, program, SystemClock()).run()
+        return RankProcesses(attempt, manifest.ranks or 1, program, SystemClock()).run()
 
     load_training_libraries(environ)
     found = rerun(store, manifest, repetition(ThreadBackground()), trained, options.output, options.earlier)

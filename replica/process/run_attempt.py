@@ -160,7 +160,7 @@ def run_attempt(
         load_entrypoint: returns the user's training function named "module:function".
         notice: says when this process should leave; None: never.
         ranks: number of ranks of the replica on this machine; None: that of the configuration.
-        train_in_ranks: trains in so many other processes, for a replica of several ranks.
+        train_in_ranks: trains in so many other processes, in a run of ranks.
         dump_stacks_after: called before every heartbeat with a number of seconds: if they pass without another call, so
             that heartbeats have ceased, it has to print the stacks of all threads.
         end_process: ends this process at once, from the heartbeat's thread, after the exit record of an attempt whose
@@ -214,7 +214,7 @@ def run_attempt(
             return _unclaimed(error, environ)
         ending = joined.ended or not_loaded
         count = joined.attempt.config.ranks_of(replica_id) if ranks is None else ranks
-        if ending is None and count > 1:
+        if ending is None and (ranks is not None or joined.attempt.config.in_ranks):
             ending = caught(lambda: train_in_ranks(joined.attempt, count))
             assert ending is not None, "training has an ending"
         elif ending is None:

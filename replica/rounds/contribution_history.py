@@ -4,8 +4,10 @@
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import suppress
 
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew
 from diloco_orchestrator.protocol.legs import leg_of_base
 from diloco_orchestrator.protocol.records import Contribution
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -106,6 +108,17 @@ class ContributionHistory:
             if manifest is not None and manifest.kind == "delta" and self._claims.is_right(manifest):
                 return manifest
         return None
+
+    def of_base(self) -> Iterator[Contribution]:
+        """The manifests of launched replicas that the newest base's last outer step averaged, as far as they can be
+        read.
+        """
+        made = self._tip.made_before(self._tip.position.round + 1)
+        entry = self._attempt.log.commit(made) if made else None
+        for answer in entry.commit.answers if entry else ():
+            if answer.averaged and answer.replica_id not in self._attempt.config.invited:
+                with suppress(ObjectMissing, RecordInvalid):
+                    yield self._reader.named(made, answer)
 
     def read_state(self, manifest: Contribution) -> StoredState:
         """The saved state that a manifest names, in all ranks. Raises `PayloadCorrupt` if it is gone or changed."""

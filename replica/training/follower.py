@@ -116,11 +116,14 @@ class Follower:
             self.metrics.count_step()
 
     def _seek(self, epoch: int, batches: int) -> None:
-        """Go to batch number `batches` of an epoch of this rank's data. The epoch is drawn anew, as it was at first."""
+        """Go to batch number `batches` of an epoch of this rank's data. The epoch is drawn anew, as it was at first.
+
+        The numbers are rank 0's: data with fewer batches in an epoch continues in the next one.
+        """
         self._goes_on_at = epoch, batches
         if self._cursor is not None and (epoch or batches):
             self._rewind()
-            self._cursor.seek({"epoch": epoch, "batches": batches})
+            self._cursor.seek({"epoch": epoch, "batches": batches}, of_other_data=True)
         self._island.reseed()
 
     def _begin_epoch(self, epoch: int) -> None:

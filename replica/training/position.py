@@ -73,8 +73,10 @@ class DataCursor:
         """A DataLoader's own random generator, or None."""
         return getattr(self._data, "generator", None)
 
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue at a result of `position()`. Raises `ConfigError` if the data ends before that batch."""
+    def seek(self, position: Mapping[str, Any], *, of_other_data: bool = False) -> None:
+        """Continue at a result of `position()`. If the data ends before that batch, raises `ConfigError`, or, with a
+        position `of_other_data`, continues in the next epoch.
+        """
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         if self._stateful and "state" in position:
@@ -83,10 +85,10 @@ class DataCursor:
             return
         if "chance" in position:
             rng.restore(position["chance"], self._generator)
-        while self._batches < position["batches"]:
+        for _ in range(position["batches"]):
             before = self._epoch
             self.next()
-            if self._epoch != before:
+            if self._epoch != before and not of_other_data:
                 raise ConfigError(
                     f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
                     "seen: it must be the same at every start."

@@ -30,6 +30,7 @@ from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
+from diloco_orchestrator.replica.training.schedule_counts import catch_up
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class TrainingSession:
         self.metrics = ObservedMetrics(in_loop)
         self.preempted = False
         self._attempt, self._rounds = attempt, rounds
+        self._stateful = stateful
         self._attached, self._model = parts.attached, parts.attached.module
         self._optimizers, self._evidence = optimizers, evidence
         self._loop = DiLoCoLoop(parts.views, rounds, parts.schedule, self._fields)
@@ -207,9 +209,17 @@ class TrainingSession:
             self._rounds.publish_scores(self._fields())
             self._rounds.close()
         self._training_since = self._attempt.clock.now()
+        self._catch_up()
         self.hooks.tell()
         if self._has_others:
             self._island.call("opened", self.metrics.total_inner_steps)
+
+    def _catch_up(self) -> None:
+        """Let schedules in `stateful` make the steps of rounds that the run has taken without this replica."""
+        published_at = self._rounds.open.outer_step * self._attempt.config.round_steps - self._loop.schedule.delay
+        of_base = self._rounds.history.of_base
+        if not self.stopped and catch_up(self._stateful, self.step_count, of_base, published_at) and self._has_others:
+            self._island.call("follow", self._checkpoint.small.encode(), {}, -1, 0)
 
     def _score(self) -> None:
         opened = self._rounds.open

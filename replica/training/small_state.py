@@ -148,6 +148,14 @@ class SmallState:
                 yield name, state
 
 
+def stateful_in(text: str, where: str) -> Mapping[str, Any]:
+    """The states of the small stateful objects in a result of `SmallState.encode`, by name; none in an empty text.
+
+    `where`: names the manifest in errors. Raises `RecordInvalid` for any other text.
+    """
+    return _decode(text, where)[_OBJECTS] if text else {}
+
+
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
         group[name].copy_(value)  # in place: a capturable step reads this tensor

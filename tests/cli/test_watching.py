@@ -103,6 +103,25 @@ def test_the_live_panel_shows_it_too(failed: tuple[RunStatus, RunStatus]):
     assert "ended: RuntimeError: CUDA out of memory" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("state", "going", "stopped"),
+    [
+        ("training", "training", "no exit record, last seen training"),
+        ("launching", "launching: no machine has joined yet", "never started"),
+        ("ended: it left", "ended: it left", "ended: it left"),
+    ],
+)
+def test_a_run_that_has_stopped_shows_nobody_as_training_or_launching(failed, state, going, stopped):
+    """An attempt whose machine vanished at the end, or that no machine took, was shown so for ever."""
+    waits_for = "no machine has joined yet" if state == "launching" else ""
+    row = replace(failed[0].replicas[0], state=state, exit_code=None, waits_for=waits_for)
+    for of_run, words in (("running", going), ("starting", going), ("completed", stopped), ("failed", stopped)):
+        out = StringIO()
+        Console(file=out, width=200).print(overview(replace(failed[0], state=of_run, replicas=[row]), 10))
+        (line,) = [each for each in out.getvalue().splitlines() if each.split()[:2] == ["0", str(row.attempt)]]
+        assert line.rstrip().endswith("  " + words)
+
+
 def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tuple[RunStatus, RunStatus]):
     row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
     for metric in ("loss", "reward"):

@@ -1,6 +1,7 @@
 """Machines that join and their executor in one process: who gets an attempt, how it ends, what is lost."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from diloco_orchestrator.cli.join_command import only_own_offers
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreFull, StoreUnavailable
+from diloco_orchestrator.inspection.logs import log_lines
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.join.attempt import end_of
 from diloco_orchestrator.join.executor import JoinExecutor
 from diloco_orchestrator.join.offers import name_of
 from diloco_orchestrator.join.output import MOST_PIECES, PIECE_BYTES, OutputPieces, lines_of
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Offer, Taken
+from diloco_orchestrator.protocol.attempt_records import Handle, Offer, Taken
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -57,6 +60,22 @@ def test_an_attempt_waits_runs_and_succeeds(scene: Scene):
     assert scene.executor.poll(handle).state is ReplicaState.SUCCEEDED
     assert list(scene.executor.logs(handle)) == ["one", "two", "DILOCO_EXIT {}"]
     assert list(scene.executor.logs(handle, tail=1)) == ["DILOCO_EXIT {}"]
+
+
+def test_output_of_a_machine_that_joined_is_read_by_whoever_reads_the_bucket(scene: Scene, tmp_path, monkeypatch):
+    """It needed trust in the bucket, or an option that `diloco logs` does not have, though it lies there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # of a machine that has not launched the run
+    config = make_config({"entrypoint": "m:f", "replicas": 1})
+    spec = {"name": "join", "options": {"lost_after_s": "not read"}}
+    log = create_run(
+        scene.store, Run(**STAMP(), run_id="run-1", config=config, package_version="0", executor=spec), "test", STAMP
+    )
+    handle = scene.executor.launch(scene.request())
+    record = Handle(**STAMP(), replica_id=0, attempt=1, handle=replace(handle, native={"store": "/else"}).to_json())
+    log.store.create(keys.handle(0, 1), record.to_bytes())
+    log.store.put(keys.intent(0, 1), b"{}")
+    scene.machine(scene.program(output="one\ntwo\n")).run()
+    assert list(log_lines(RunReader(log.store), 0, 1)) == ["one", "two"]
 
 
 def test_of_two_machines_that_see_one_offer_one_gets_it(scene: Scene):

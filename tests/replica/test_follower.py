@@ -29,16 +29,31 @@ class Stateful:
         self.next = state["next"]
 
 
-@pytest.mark.parametrize("data", [range(100), Stateful()], ids=["iterable", "with a state"])
-def test_a_rank_goes_to_the_batch_of_rank_0_from_wherever_it_is(data: Any):
+def follower_of(island: Any) -> Follower:
+    """A rank other than 0 that trains. `island`: gets what rank 0 calls."""
     signals = SimpleNamespace(next_signal=lambda: Signal(GO, 0, 0))
-    island: Any = SimpleNamespace(ranks=signals, reseed=lambda: None, seed=lambda words: None, replica="")
+    vars(island).update(ranks=signals, reseed=lambda: None, seed=lambda words: None, replica="")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     follower = Follower(island, InnerOptimizers(optimizer), "loss", None)
     follower.serve()
-    batches = follower.batches(data)
+    return follower
+
+
+@pytest.mark.parametrize("data", [range(100), Stateful()], ids=["iterable", "with a state"])
+def test_a_rank_goes_to_the_batch_of_rank_0_from_wherever_it_is(data: Any):
+    island: Any = SimpleNamespace()
+    batches = follower_of(island).batches(data)
     assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
     island.seek(0, 3)
     assert [next(batches) for _ in range(2)] == [3, 4]
     island.seek(0, 1)
     assert next(batches) == 1
+
+
+def test_a_restarted_rank_with_fewer_batches_than_rank_0_goes_on_in_its_next_epoch():
+    """It ended the replica for good, as if the data had changed."""
+    island: Any = SimpleNamespace()
+    follower = follower_of(island)
+    island.seek(0, 5)  # before the training function gives its data
+    batches = follower.batches([0, 1, 2])
+    assert [next(batches) for _ in range(3)] == [2, 0, 1]

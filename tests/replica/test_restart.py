@@ -1,16 +1,20 @@
 """What a replica goes on with: after an abstention, in a model that cannot hold the base, after a restart."""
 
 import random
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from protocol_fleet import BY_HAND, Fleet, tiny_model
+from protocol_fleet import BY_HAND, Fleet, play, report, tiny_model
 from sessions import Counted, constant_steps, context_of
 
 from diloco_orchestrator.codecs.table import Encoded
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.replica.training.schedule_counts import catch_up
+from diloco_orchestrator.replica.training.small_state import SmallState
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.model_tensors import trainable
@@ -139,6 +143,80 @@ def test_a_replica_without_a_contribution_to_that_base_has_the_learning_rates_of
     fleet.store.delete(keys.contribution(2, 0))
     begin_next_leg(RunLog(fleet.store), rounds=1, from_round=2, by="test", why="", stamp=STAMP)
     assert rates_of_a_leg(fleet)[0] == [(4, 0.5**2), (5, 0.5**3)]
+
+
+# -- schedules of replicas that missed rounds -------------------------------------------------------------------------
+
+
+def rates_until(fleet: Fleet, replica_id: int, batches: int, make: Any, every: int = 1) -> list[tuple[int, float]]:
+    """(`step_count`, learning rate) of each step of an attempt, which is killed after so many batches.
+
+    `make`: makes the schedule for an optimizer; it is stepped after `every` optimizer steps.
+    """
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule, rates = make(optimizer), []
+    with suppress(Death), context_of(fleet, replica_id).attach(model, optimizer, stateful={"of": schedule}) as session:
+        for batch in session.batches(Counted()):
+            if len(rates) == batches:
+                raise Death
+            rates.append((session.step_count, optimizer.param_groups[0]["lr"]))
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01)
+            optimizer.step()
+            if (batch + 1) % every == 0:
+                schedule.step()
+    return rates
+
+
+SCHEDULES = {
+    "closed": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    "recursive": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "chained": lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler([SCHEDULES["recursive"](optimizer)]),
+    "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [SCHEDULES["recursive"](optimizer), SCHEDULES["recursive"](optimizer)], [1000]
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_the_schedule_of_a_replica_that_is_new_or_was_away_goes_on_at_the_runs_step(make):
+    """By its own count it would be behind the others' for the rest of the run, with far higher learning rates."""
+    fleet = Fleet(replicas=2, rounds=8, sync_every=2, quorum=1, timing=BY_HAND)
+    assert rates_until(fleet, 0, 6, make) == [(step, 0.5**step) for step in range(6)]
+    assert rates_until(fleet, 1, 4, make) == [(step, 0.5**step) for step in range(6, 10)]
+    assert rates_until(fleet, 0, 4, make) == [(step, 0.5**step) for step in range(10, 14)]
+
+
+def test_a_schedule_goes_on_at_the_runs_step_where_a_round_ends_beside_training():
+    settings = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "timing": BY_HAND}
+    fleet = Fleet(replicas=2, rounds=12, quorum=1, **settings)
+    rates_until(fleet, 0, 8, SCHEDULES["closed"])
+    for replica_id in (1, 0):
+        rates = rates_until(fleet, replica_id, 8, SCHEDULES["closed"])
+        assert rates[0][0] >= 6 and rates == [(step, 0.5**step) for step, _ in rates]
+
+
+def test_a_schedule_that_does_not_count_inner_steps_is_left_alone():
+    fleet = Fleet(replicas=2, rounds=8, sync_every=2, quorum=1, timing=BY_HAND)
+    rates_until(fleet, 0, 6, SCHEDULES["closed"], every=2)
+    assert rates_until(fleet, 1, 4, SCHEDULES["closed"], every=2) == [(6, 1.0), (7, 1.0), (8, 0.5), (9, 0.5)]
+
+
+@pytest.mark.parametrize(("author", "moves"), [(0, False), (1, True)])
+def test_only_a_launched_replica_says_how_far_a_schedule_is(author: int, moves: bool):
+    """Replica 0 is a stranger, whose record may say anything."""
+    fleet = Fleet(replicas=3, rounds=9, sync_every=2, invited=[0], aggregate="mean")
+    participants = [fleet.join(replica_id) for replica_id in (1, 2, 0)]
+    optimizer = torch.optim.SGD(tiny_model().parameters(), lr=1.0)
+    theirs, ours = (SCHEDULES["closed"](optimizer) for _ in range(2))
+    optimizer.step(), theirs.step(), theirs.step()
+    said, theirs_said = report(), SmallState(optimizer, {"of": theirs}).encode()
+    assert said.progress is not None
+    further = replace(said, progress=said.progress.model_copy(update={"stateful": theirs_said}))
+    play(participants, [1.0] * 3, [further if each == author else said for each in (1, 2, 0)])
+    assert catch_up({"of": ours}, 2, participants[0].history.of_base, 2) is moves
+    assert ours.last_epoch == (2 if moves else 0)
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------------------

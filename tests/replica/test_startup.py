@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,8 @@ from replica.process.run_attempt import Ending, load_training_libraries, run_att
 STAMP = Stamp("founder", lambda: 0.0)
 
 
-def new_run(folder: Path) -> RunLog:
-    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1})
+def new_run(folder: Path, **settings: Any) -> RunLog:
+    config = make_config({"entrypoint": "m:f", "replicas": 1, "rounds": 1, **settings})
     run = Run(**STAMP(), run_id="run-1", config=config, package_version="0")
     log = create_run(open_store(str(folder)), run, "test", STAMP)
     intent = Intent(**STAMP(), replica_id=0, attempt=1, leg=1, executor="test", why="test")
@@ -102,6 +103,37 @@ def test_libraries_that_cannot_be_loaded_are_in_the_exit_record(tmp_path: Path):
     assert attempt(tmp_path, load) == EXIT_ERROR
     ended = Exit.from_bytes(log.store.get(keys.exit_record(0, 1)), "")
     assert ended.reason == "ImportError" and "libtorch_cpu.so" in (ended.error or "")
+
+
+@pytest.mark.parametrize(
+    ("of_run", "given", "trained"),
+    [([1, 2], None, 1), (1, 1, 1), (1, None, None)],
+    ids=["of a run of ranks", "told", "alone"],
+)
+def test_a_replica_of_one_rank_trains_in_a_process_group_where_the_run_or_its_command_is_of_ranks(
+    tmp_path: Path, of_run: Any, given: int | None, trained: int | None
+):
+    """A training function that shards its model found no group there."""
+    log, found = new_run(tmp_path, replicas=2, ranks_per_replica=of_run), list[int]()
+
+    def train_in_ranks(_: object, ranks: int) -> Ending:
+        found.append(ranks)
+        return Ending(EXIT_ERROR, "enough")
+
+    run_attempt(
+        str(tmp_path),
+        0,
+        1,
+        Launched(log.run_sha256),
+        clock=SystemClock(),
+        background=ThreadBackground(),
+        environ={},
+        load_libraries=lambda: None,
+        load_entrypoint=lambda _: lambda __: None,
+        ranks=given,
+        train_in_ranks=train_in_ranks,
+    )
+    assert found == ([] if trained is None else [trained])
 
 
 def test_a_store_that_cannot_be_opened_is_permanent_and_one_line(capfd: pytest.CaptureFixture[str]):

@@ -161,6 +161,16 @@ def test_an_odd_number_of_ranks_with_mixed_precision_and_fragments_goes_on_where
     assert digests(killed) == digests(bucket) and verify(str(killed)).agrees
 
 
+def test_a_model_is_wrapped_in_a_replica_of_one_rank_too_where_others_are_of_several(start, alone):
+    """Also after a resume with one rank for all, and in an audit: torch's process group is there."""
+    run, bucket = start(args={"model": "always_ddp"}, ranks_per_replica=[2, 1], rounds=2)
+    run.wait()
+    result = run.resume(rounds=1, ranks_per_replica=1).wait()
+    assert _scores(result)[-1] == pytest.approx(_scores(alone[0])[-1], abs=NEAR)
+    done = audit_run(str(bucket), draw=6, seed=1)
+    assert [(each.outcome, each.words) for each in done.findings] == [(AuditOutcome.EQUAL, "")] * 6
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(start, alone):
     run, bucket = start(args={"model": "fsdp"}, rounds=2, ranks_per_replica=2)
     run.wait()

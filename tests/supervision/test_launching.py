@@ -206,6 +206,23 @@ def test_a_replica_elsewhere_is_sent_the_address_of_its_code_as_a_secret(tmp_pat
     assert "w" * 20 not in repr(request) + json.dumps(request.command)
 
 
+def test_every_replica_of_a_run_of_ranks_is_told_its_number_of_them(tmp_path):
+    """Also the one rank of a replica, which then has torch's process group, and after a resume with one for all."""
+
+    def told(of_run: Any, of_leg: Any = None) -> list[str]:
+        first, *legs = (
+            make_config({"entrypoint": "m:f", "replicas": 2, "ranks_per_replica": each})
+            for each in (of_run, of_leg or 1)
+        )
+        run = Run(**STAMP(), run_id="run-1", config=first, package_version="0")
+        sending = LaunchRequests(run, Launched("0" * 64), str(tmp_path), leg=legs[0] if of_leg else None)
+        return [" ".join(sending.request(each, 1, shares_machine=True).command) for each in (0, 1)]
+
+    assert "--ranks 1" in told([1, 2])[0] and "--ranks 2" in told([1, 2])[1]
+    assert all("--ranks 1" in each for each in told(2, of_leg=1))
+    assert not any("--ranks" in each for each in told(1))
+
+
 def test_on_this_machine_nothing_has_to_travel(tmp_path):
     request = launching(tmp_path, run={"code_sha256": None}).request(0, 1, shares_machine=True)
     assert request.secrets == {} and request.command[:4] == ["python", "-P", "-m", "diloco_orchestrator.replica"]

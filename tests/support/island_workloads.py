@@ -62,7 +62,8 @@ HELDOUT = [[(3 * i + k * 3 + i // 29) % VOCABULARY for k in range(LENGTH + 1)] f
 
 
 def train(ctx: Any) -> None:
-    """Trains `args["model"]`: plain (gradients averaged by the loop), ddp, fsdp, tp or tp_fsdp, which is both.
+    """Trains `args["model"]`: plain (gradients averaged by the loop), ddp, fsdp, tp or tp_fsdp, which is both; or
+    always_ddp, which does not ask for the number of ranks.
 
     Faults by `args["fault"]`; `args["frozen"]`: parameters that are not trained; `args["noise"]`: the rank whose losses
     get random weights.
@@ -72,7 +73,7 @@ def train(ctx: Any) -> None:
     for name in ctx.args.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
     _fault(ctx, -1)
-    if kind == "ddp" and ctx.ranks > 1:
+    if (kind == "ddp" and ctx.ranks > 1) or kind == "always_ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp" and ctx.ranks > 1:
         shard(model, ctx.args.get("bf16", False), ctx.args.get("offload", False))
