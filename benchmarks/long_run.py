@@ -97,7 +97,7 @@ class LongRun:
             leg=1,
             fragment=0,
             outer_step=conclusion.outer_step,
-            answers=rounds.named_answers(answers, decision.named if conclusion.applied else ()),
+            answers=rounds.mark_averaged(answers, decision.named if conclusion.applied else ()),
             begin_sha256=self._begin_sha256,
             base_digest=self._digest,
             roster=tuple(replicas),

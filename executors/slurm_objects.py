@@ -301,13 +301,19 @@ def accounted_jobs(table: str) -> dict[str, Job]:
 
 
 def _exit_code(text: str) -> int | None:
-    """The exit code in "CODE:SIGNAL" (sacct, newer versions of squeue), or in a status of wait(2) as a number."""
+    """The exit code in "CODE:SIGNAL" (sacct, newer versions of squeue), or in a status of wait(2) as a number.
+
+    None for text and numbers that have none.
+    """
     code, colon, number = text.partition(":")
     if not (code.isdecimal() and (number.isdecimal() or not colon)):
         return None
     if colon:
         return -int(number) if int(number) else int(code)
-    return os.waitstatus_to_exitcode(int(code))
+    try:
+        return os.waitstatus_to_exitcode(int(code))
+    except (ValueError, OverflowError):  # such as 4294967294, Slurm's NO_VAL
+        return None
 
 
 # Slurm's states (JOB STATE CODES in squeue's manual), those of 24.05 included.

@@ -33,9 +33,7 @@ class Part:
     replica_id: int
     weight: float
     payload: Payload
-    read: Callable[
-        [int], bytes | memoryview
-    ]  # shard index -> the shard's bytes, verified by `payload.fetch` or by `payload.publish`
+    read: Callable[[int], bytes | memoryview]  # the verified bytes of the shard with this index
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,11 @@ from diloco_orchestrator.cli.shared import (
 )
 
 
-@click.command(cls=ExecutorCommand)
+class _DoctorCommand(ExecutorCommand):
+    executor_default = "this machine alone is examined"
+
+
+@click.command(cls=_DoctorCommand)
 @click.argument("url", metavar="[URL]", required=False)
 @secret_option
 @click.option("--env", metavar="K=V", multiple=True, help="Environment of the process over there. Repeatable.")

@@ -27,11 +27,12 @@ def named(args: Sequence[str]) -> list[str]:
     return found + [arg.partition("=")[2] for arg in args if arg.startswith("--executor=")]
 
 
-def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click.Parameter]:
+def executor_options(specs: Sequence[str], taken: Collection[str], default: str) -> list[click.Parameter]:
     """click's parameters for `--executor` and the options of the executors in `specs`, except the `taken` flags.
 
     A spec is "NAME[:COUNT]". In a mixed fleet, options that several executors have get a prefix: `--modal-gpu A100
-    --eks-gpu 1`. Raises `ConfigError` for an executor that is unknown or does not load.
+    --eks-gpu 1`. `default`: in words, what a command line without a spec means. Raises `ConfigError` for an executor
+    that is unknown or does not load.
     """
     named = sorted({spec.partition(":")[0] for spec in specs or ["local"]})
     with as_config_errors():
@@ -45,7 +46,8 @@ def executor_options(specs: Sequence[str], taken: Collection[str]) -> list[click
         multiple=True,
         shell_complete=lambda ctx, option, typed: [name for name in executor_names() if name.startswith(typed)],
         help=f"Where replicas run: {names}. Several with counts make a mixed fleet; without counts replicas go where "
-        "tokens cost least. Its own options: --executor NAME --help.  [default: local]",
+        "tokens cost least. Its own options: --executor NAME --help.  "
+        f"[default: {default}]",
     )
     limit = click.Option(
         ["--usd-per-hour"],

@@ -169,7 +169,14 @@ _track_option = click.option(
 )
 
 
-@click.command("attach", cls=ExecutorCommand)
+_AS_LAUNCHED = "that of the launch"
+
+
+class _AttachCommand(ExecutorCommand):
+    executor_default = _AS_LAUNCHED
+
+
+@click.command("attach", cls=_AttachCommand)
 @url_argument
 @secret_option
 @trust_option
@@ -206,6 +213,7 @@ class _ResumeCommand(_RunCommand):
     """A command with `--executor`, its executors' options, and one option per setting of the guard and of `outer`."""
 
     parts = ("guard", "outer")
+    executor_default = _AS_LAUNCHED
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from diloco_orchestrator.cli.setting_options import setting_options

@@ -86,9 +86,12 @@ def _show_tier(ctx: click.Context, option: click.Parameter, given: bool) -> None
 
 
 def setting_options(parts: Collection[str] = ()) -> list[click.Parameter]:
-    """click's parameters for all settings, or those of `parts`. Values stay text, which `make_config` validates."""
+    """click's parameters for all settings, or, to change a run, those of `parts`. Values stay text, which `make_config`
+    validates.
+    """
     leaves = [(path, field) for path, field in _leaves(RunConfig, ()) if path[0] not in _ELSEWHERE]
-    return [_option(path, field) for path, field in leaves if not parts or path[0] in parts]
+    found = [(path, field) for path, field in leaves if not parts or path[0] in parts]
+    return [_option(path, field, "that of the run" if parts else str(field.default)) for path, field in found]
 
 
 def take_part(part: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +143,9 @@ def _leaves(tree: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tupl
             yield (*path, name), field
 
 
-def _option(path: tuple[str, ...], field: FieldInfo) -> click.Option:
+def _option(path: tuple[str, ...], field: FieldInfo, default: str) -> click.Option:
     flag = _SHORT.get(path) or "-".join(path).replace("_", "-")
-    text = f"{field.description}  [default: {field.default}]"
+    text = f"{field.description}  [default: {default}]"
     if field.annotation is bool:
         option = SettingOption([f"--{flag}/--no-{flag}", _JOIN.join(path)], default=None, help=text)
     else:

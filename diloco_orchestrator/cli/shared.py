@@ -55,7 +55,12 @@ def own_code(build: str | None, score: str | None, items: str | None) -> "OwnCod
 
 
 class ExecutorCommand(click.Command):
-    """A command with `--executor` and the options of the executors that the command line names."""
+    """A command with `--executor` and the options of the executors that the command line names.
+
+    `executor_default`: in words, what a command line without `--executor` means.
+    """
+
+    executor_default = "local"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from diloco_orchestrator.cli.executor_options import named, places_with
@@ -75,7 +80,7 @@ class ExecutorCommand(click.Command):
 
         own = super().get_params(ctx)
         taken = {flag for parameter in own for flag in parameter.opts}
-        return [*own, *executor_options(ctx.meta.get("executors", ()), taken)]
+        return [*own, *executor_options(ctx.meta.get("executors", ()), taken, self.executor_default)]
 
 
 def store_of(url: str, *, watches: bool = False) -> "Store":

@@ -36,7 +36,8 @@ from diloco_orchestrator.import_names import SHORT_NAMES
 
 LOCK_NAME = "diloco-lock.txt"  # what `diloco lock` writes, and `launch` takes where it lies beside the code
 _DISTRIBUTION = "diloco-orchestrator"
-_NEVER = GitIgnoreSpec.from_lines([".git/", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
+# `.git` is a file in worktrees and submodules.
+_NEVER = GitIgnoreSpec.from_lines([".git", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # every file's modification time: the archive's bytes must not depend on it
 
 
@@ -245,7 +246,13 @@ def _ignores_in(folder: Path) -> GitIgnoreSpec | None:
     return GitIgnoreSpec.from_lines(os.fsdecode(path.read_bytes()).splitlines()) if path.is_file() else None
 
 
-def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Iterator[Path]:
+def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]], above: Collection[Path] = ()) -> Iterator[Path]:
+    """The files in `folder` and below that git does not ignore.
+
+    `rules`: by folder. `above`: where the folders lie that led here, without links. Raises `ConfigError` for a link to
+    a folder that leads to it.
+    """
+    above = (*above, folder.resolve())
     if (spec := _ignores_in(folder)) is not None:
         rules = [*rules, (folder, spec)]
     for path in sorted(folder.iterdir()):
@@ -253,9 +260,9 @@ def _not_ignored(folder: Path, rules: list[tuple[Path, GitIgnoreSpec]]) -> Itera
         if _NEVER.match_file(path.name + suffix) or _is_ignored(path, suffix, rules):
             continue
         if path.is_dir():
-            if path.is_symlink() and path.resolve() in (folder.resolve(), *folder.resolve().parents):
+            if path.is_symlink() and any(each.is_relative_to(path.resolve()) for each in above):
                 raise ConfigError(f"{path} is a link to a folder that holds it. Name it in .gitignore.")
-            yield from _not_ignored(path, rules)
+            yield from _not_ignored(path, rules, above)
         elif path.is_file():
             yield path
 

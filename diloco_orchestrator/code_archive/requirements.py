@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -25,6 +24,8 @@ from diloco_orchestrator.redaction import redact
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}|sha(384|512):[0-9a-f]+")
 _VARIABLE = re.compile(r"\$\{[A-Z0-9_]+\}")  # pip fills in no other form
 _COMMENT = re.compile(r"(^|\s+)#.*$")
+_HTTP = re.compile(r"https?://\S+")
+_CREDENTIALS = re.compile(r"://([^\s/?#:@]*):?([^\s/?#]*)@")  # user and password of a URL
 _ENCODING = re.compile(r"\s*#.*coding[:=]\s*([-\w.]+)")
 _FURTHER = ("--extra-index-url", "--find-links", "-f")
 # Options of pip's that mean the same over there: those with a value, and those without.
@@ -67,8 +68,8 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
     """The requirements in a file, or in a list of lines; None for None or an empty list.
 
     Raises `ConfigError` for a file that cannot be read, a line that pip does not accept, a line with a local file,
-    credentials in a URL, a package without a hash if others have one (pip refuses that too), and an invalid line of an
-    image's digest.
+    credentials in a URL (of a comment too), a package without a hash if others have one (pip refuses that too), and an
+    invalid line of an image's digest.
     """
     if given is None or (not isinstance(given, str | Path) and not given):
         return None
@@ -88,6 +89,8 @@ def read_requirements(given: Sequence[str] | str | Path | None) -> Requirements 
         package, found = _package_and_hashes(line)
         packages.append(package)
         hashes.append(bool(found))
+    for url in _HTTP.findall(text):  # of comments too, such as an index that is not used any more
+        _check_urls(url)
     without = [each.name for each, has in zip(packages, hashes, strict=True) if not has]
     if any(hashes) and without:
         raise ConfigError(
@@ -135,7 +138,7 @@ def _check_option(line: str) -> str:
     name, value, *more = [*_words(line.replace("=", " ", 1)), "", ""][:3]
     known = name in _WITH_VALUE if value else name in _WITHOUT_VALUE
     if known and not more[0]:
-        _check_url(value)
+        _check_urls(value)
         return name
     what = "has a second option" if known else "names a file of this machine, or is no option that travels"
     raise ConfigError(
@@ -185,16 +188,15 @@ def package_of(line: str) -> Requirement:
             f"requirement {_shown(line)!r} is none that pip takes: {_shown(str(error))}. Write name==1.2."
         ) from None
     if found.url:
-        if urlsplit(found.url.removeprefix("git+")).scheme == "file":
+        if found.url.removeprefix("git+").lower().startswith("file:"):
             raise ConfigError(f"requirement {line!r} lies on this machine. Hand the package over with code=.")
-        _check_url(found.url)
+        _check_urls(found.url)
     return found
 
 
-def _check_url(url: str) -> None:
-    who, is_given, _ = urlsplit(url.removeprefix("git+")).netloc.rpartition("@")
-    user, _, password = who.partition(":")
-    if is_given and not _VARIABLE.fullmatch(password or user):
+def _check_urls(text: str) -> None:
+    """Raise `ConfigError` if a URL in this text has a user name or password other than a variable that pip fills in."""
+    if not all(_VARIABLE.fullmatch(password or user) for user, password in _CREDENTIALS.findall(text)):
         raise ConfigError(
             "requirements hold a URL with a user name or password, which would be readable in the bucket. Write "
             "https://${TOKEN}@host/… and hand TOKEN over with secrets= (--secret TOKEN); pip fills it in over there."

@@ -155,7 +155,8 @@ class RunConfig(Tree):
     replica_state: Literal["round", "snapshot", "none"] | None = Field(
         default=None,
         description="how often replicas save optimizer and schedule, so that a restart goes on with them: every round "
-        '(the default with quorum="all", for equal bits), beside snapshots (the default otherwise), or never',
+        '(the default with quorum="all", for equal bits), beside snapshots and at the planned end (the default '
+        "otherwise), or never",
     )
     codec: str = Field(default="fp32", description=f"encoding of pseudo-gradients in the bucket: {', '.join(CODECS)}")
     path: Literal["gather", "scatter_reduce", "auto"] = Field(

@@ -18,7 +18,7 @@ from diloco_orchestrator.executors.process_contract import EXIT_DONE, EXIT_ERROR
 from diloco_orchestrator.join.attempt import LocalProcess, Start, TakenAttempt
 from diloco_orchestrator.join.grants import Lent
 from diloco_orchestrator.join.offers import name_of, offers_in, records_about, who
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.protocol.attempt_records import Offer, Taken
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.kinds import Role
@@ -32,6 +32,8 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import Store
 
 log = logging.getLogger(__name__)
+
+MOST_EVERY_S = 30.0  # a quarter of the default `lost_after_s`
 
 _NOT_FREE = {
     keys.JOIN_TAKEN,
@@ -50,7 +52,9 @@ class JoinSettings:
     hours: float | None = None  # leave so many hours after `Machine` was made, on its clock; None: stay
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the replica, such as "2,3"; None: as it is here
     ranks: int | None = None  # processes that train a replica together here; None: as the run's configuration says
-    every_s: float = 5.0  # seconds between two requests to the bucket; well below the executor's lost_after_s
+    # Seconds between two requests to the bucket, well below the executor's lost_after_s; more in a store that limits
+    # requests, at most `MOST_EVERY_S`.
+    every_s: float = 5.0
     signed_by: str | None = None  # the public key that must have signed the run; None: any or none
     run_sha256: str | None = None  # that run.json must have, as a link says; None: any
     user: UserIdentity | None = None  # to which an attempt's keys are sealed; None: that of this user
@@ -162,7 +166,7 @@ class Machine:
                 offer = None
             if offer is None:
                 self._say_once(f"waiting for a replica of {self._store.url}")
-                self._clock.sleep(self._settings.every_s)
+                self._clock.sleep(self._every_s())
                 continue
             end, self._said = self._serve(offer), ""
             failures = failures + 1 if end.state is ReplicaState.FAILED else 0
@@ -173,6 +177,11 @@ class Machine:
                 return EXIT_ERROR
         self._say(f"left: {self._leaving}")
         return EXIT_PREEMPTED if self._signalled else EXIT_DONE
+
+    def _every_s(self) -> float:
+        """Seconds between two requests: as set, or as far apart as other processes of the run poll its store."""
+        apart_s = pace.apart_s(self._log.run.config, self._store.requests_allowed) if self._log is not None else 0.0
+        return max(self._settings.every_s, min(apart_s, MOST_EVERY_S))
 
     def _say_once(self, words: str) -> None:
         if words != self._said:
@@ -316,7 +325,7 @@ class Machine:
             },
             clock=self._clock,
             stamp=self._stamp,
-            every_s=self._settings.every_s,
+            every_s=self._every_s(),
             leaving=self.why_leaving,
             start=self._start,
             lent=self._lent,

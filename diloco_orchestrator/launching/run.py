@@ -484,7 +484,7 @@ def attach(
     store = open_store(absolute_url(url), storage_options, clock=clock, retry=SUPERVISING, must_exist=True)
     reader = RunReader(SeenStore.of(of_run(store), clock))
     check_signed_by(reader.run, store.url, signed_by)
-    made = given or executor_of_run(reader, "attach", trust_bucket)
+    made = given or executor_of_run(reader, "supervision", trust_bucket)
     # The log that was checked is the log that runs.
     run = Run(
         reader, Means(made, clock, Stamp(random_token(), clock.wall_time), storage_options or {}, secrets or {}), track

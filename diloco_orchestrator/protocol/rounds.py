@@ -126,7 +126,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Decision(Action.WAIT, f"{so_far}, waiting for {_listed(awaited)}; {left:.0f} s left", missing=awaited)
     enough_s = _ENOUGH_ANSWERS * deadline_s
     if not missing or (not policy.strict and len(answered) >= policy.quorum and now - view.opened_at >= enough_s):
-        return Decision(Action.COMMIT, _nobody(view, contributors, missing, out, policy))
+        return Decision(Action.COMMIT, _why_nobody_averaged(view, contributors, missing, out, policy))
     # Give up only after the last moment at which the round could end by itself, with stragglers or naming nobody: long
     # rounds have deadlines beyond `round_timeout_s`.
     ends_at = view.opened_at + (deadline_s if policy.strict else enough_s)
@@ -161,7 +161,9 @@ def _straggler_time_left(view: View, deadline_s: float, now: float) -> float:
     return max(view.opened_at + deadline_s, quorum_since + grace_s) - now
 
 
-def _nobody(view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy) -> str:
+def _why_nobody_averaged(
+    view: View, contributors: Sequence[int], missing: Sequence[int], out: Sequence[int], policy: Policy
+) -> str:
     """The sentence, for commit and process log, that says why a round's commit averages no contribution.
 
     `contributors`: replicas that contributed; `missing`: without a response; `out`: not launched before a resume.
@@ -283,7 +285,7 @@ def averaged(named: Sequence[int], quarantined: Sequence[Quarantine]) -> tuple[i
     return tuple(replica_id for replica_id in named if replica_id not in out)
 
 
-def told_with(
+def reason_with(
     reason: str,
     quarantined: Sequence[Quarantine],
     clipped: Sequence[Clipped] = (),
@@ -298,7 +300,7 @@ def told_with(
     return "; ".join([reason, *said])
 
 
-def named_answers(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
+def mark_averaged(answers: Sequence[Answer], averaged: Sequence[int]) -> tuple[Answer, ...]:
     """Replicas' responses to a round with `averaged` set, true for the ids in `averaged`, false for others."""
     return tuple(answer.model_copy(update={"averaged": answer.replica_id in averaged}) for answer in answers)
 

@@ -15,7 +15,7 @@ _MADS = 4.0  # median absolute deviations by which a replica may exceed the medi
 _LEAST_SLACK = 0.5  # as a fraction of the median
 _LEAST_SLACK_S, _MOST_SLACK_S = 2.0, 600.0
 _MOST_GRACE_S = 60.0
-_MOST_TIMES = 8.0  # what is usual, as which a report counts that nobody has waited for; replicas differ by so much
+_MOST_TIMES = 8.0  # the usual time that a report counts for, unless others waited so long; machines differ by so much
 
 
 @dataclass(frozen=True)

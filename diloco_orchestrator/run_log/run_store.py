@@ -148,7 +148,7 @@ def check_signed_by(run: Run, url: str, expected: str | None) -> None:
 def why_only_watching(run: Run, store: Store) -> str:
     """Reason why this process can read the run and not write to it, naming the key that it lacks; empty if it can."""
     try:
-        operator_of_run(run, store, "attach")
+        operator_of_run(run, store, "supervision")
     except ConfigError as error:
         return str(error)
     return ""

@@ -84,8 +84,9 @@ class SeenStore(Store):
 
     def _wrote(self, key: str) -> None:
         self.forget(key)
-        for asked in [asked for asked in self._listed if key.startswith(asked[0])]:
-            del self._listed[asked]
+        for asked in list(self._listed):  # copied at once: intents are created in several threads
+            if key.startswith(asked[0]):
+                self._listed.pop(asked, None)
 
     # -- the store interface -------------------------------------------------------------------------------------
 

@@ -186,11 +186,12 @@ class SegmentReader:
         return None if segment is None else Manifests(segment, self._fetch(segment))
 
     def _lines(self, segment: SegmentKey) -> list[bytes]:
-        if segment not in self._cache:
+        lines = self._cache.get(segment)
+        if lines is None:
             for oldest in list(self._cache)[:-1]:
-                del self._cache[oldest]
-            self._cache[segment] = self._fetch(segment)
-        return self._cache[segment]
+                self._cache.pop(oldest, None)  # by now another thread may have
+            lines = self._cache[segment] = self._fetch(segment)
+        return lines
 
     def _fetch(self, segment: SegmentKey) -> list[bytes]:
         try:

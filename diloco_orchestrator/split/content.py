@@ -6,6 +6,7 @@ held-out items to replicas, distinguishes items by white space.
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
@@ -76,13 +77,13 @@ def normal_form(text: str) -> str:
 def json_in(text: str) -> Any:
     """The parsed text, if the whole of it (without white space around it) is one JSON object or list; else None.
 
-    None also for JSON with NaN or Infinity, or nested in more than 100 levels.
+    None also for JSON with NaN or Infinity, or a number beyond float64 (1e999), or nested in more than 100 levels.
     """
     bare = text.strip()
     if (bare[:1], bare[-1:]) not in {("{", "}"), ("[", "]")}:
         return None
     try:
-        found = json.loads(bare, parse_constant=_no_number)
+        found = json.loads(bare, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     level = [found]
@@ -144,6 +145,12 @@ def _written(character: str) -> str:
 # Unicode's Default_Ignorable_Code_Point, without format characters and unassigned ones.
 _IGNORED = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10)}
 _IGNORED |= {*range(0xE0100, 0xE01F0)}
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number} is too large")
+    return value
 
 
 def _no_number(name: str) -> NoReturn:

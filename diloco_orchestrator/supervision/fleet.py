@@ -121,7 +121,7 @@ class Fleet:
                 self._advance_all((view.who, answer) for answer in self._perform(view.who, CallLaunch()))
         self._advance_all(self._events.without_status(self.views, self._clock.now()))
         statuses = self._events.with_exits(self._vendor.statuses(self.views, at_once=stopped))
-        self._advance_all(self._vendor.with_last_words(statuses))
+        self._advance_all(self._vendor.with_printed_errors(statuses))
         self._advance_all(self._events.heartbeats(self.views, self._clock.now()))
         self._advance_all((view.who, TookPart()) for view in self.views if self._has_taken_part(view))
 

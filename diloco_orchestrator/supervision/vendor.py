@@ -177,7 +177,7 @@ class Vendor:
         message = self._requests.without_secrets(status.message) if status.message else ""
         return VendorSaid(replace(status, message=message))
 
-    def with_last_words(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
+    def with_printed_errors(self, events: Iterable[Addressed]) -> Iterator[Addressed]:
         """`events`, where a failure without an exit record gets the error from the exit line that the process printed.
 
         Such a process could not write to the bucket: it was refused there, or its code could not be fetched.

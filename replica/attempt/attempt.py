@@ -236,9 +236,20 @@ def _claim(replica_id: int, number: int, stamp: Stamp) -> Claim:
         host=platform.node(),
         pid=os.getpid(),
         versions=versions_here(),
-        threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        threads=cpu_threads(os.environ),
         hardware=hardware_here(),
     )
+
+
+def cpu_threads(environ: Mapping[str, str]) -> int:
+    """Threads that torch takes: the first number of OMP_NUM_THREADS ("4,2" in OpenMP: 2 inside one another).
+
+    Without one as many as the cores that this process may use, fewer than the machine's under Slurm or taskset.
+    """
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if first.isdecimal() and int(first):
+        return int(first)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _VERSIONS_OF = ("diloco-orchestrator", "torch", "torchft", "transformers", "obstore")

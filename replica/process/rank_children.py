@@ -22,6 +22,7 @@ from diloco_orchestrator.protocol.process import (
     ENV_MEETING,
     ENV_MEETING_KEY,
 )
+from diloco_orchestrator.replica.attempt.attempt import cpu_threads
 from diloco_orchestrator.replica.process.rank import RankPlace
 
 RANK = "diloco_orchestrator.replica.process.rank"
@@ -157,11 +158,10 @@ class RankChildren:
 
 def _environment(environ: Mapping[str, str], place: RankPlace, interface: str) -> dict[str, str]:
     """The environment of the rank at `place`: torch's variables, its share of the threads, and the import path."""
-    threads = int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # as in the attempt's claim: bits depend on it
     return {
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),  # else gloo looks this machine's own name up
         **{name: value for name, value in environ.items() if name not in _NOT_OF_RANKS},
-        "OMP_NUM_THREADS": str(max(1, threads // place.on_machine)),
+        "OMP_NUM_THREADS": str(max(1, cpu_threads(environ) // place.on_machine)),  # bits depend on it
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONUNBUFFERED": "1",
         "RANK": str(place.rank),

@@ -52,7 +52,7 @@ from diloco_orchestrator.protocol.process import (
 )
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.redaction import redact
-from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt
+from diloco_orchestrator.replica.attempt.attempt import Attempt, claim_attempt, cpu_threads
 from diloco_orchestrator.replica.attempt.heartbeat import HeartbeatWriter
 from diloco_orchestrator.replica.process.stuck import STUCK, StuckWatch, stuck_before
 from diloco_orchestrator.run_log.run_store import of_run
@@ -414,8 +414,8 @@ def load_training_libraries(environ: Mapping[str, str]) -> None:
     finally:
         gc.freeze()
         gc.enable()
-    if count := environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(count))
+    if environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(cpu_threads(environ))
 
 
 def process_environment() -> Mapping[str, str]:

@@ -110,7 +110,7 @@ class Checks:
         named = [self.by_sha256[each.sha256] for each in self.named() or ()]
         return StrangersWork(self._attempt.config.invited, named, self._tip.strangers_rules)
 
-    # -- telling and hearing -------------------------------------------------------------------------------------
+    # -- reports: writing this replica's, reading those of others ------------------------------------------------
 
     def exchange(self, received: ReceivedResponses) -> None:
         """Report what this replica has found since its last record, then read new records of others.
@@ -184,7 +184,7 @@ class Checks:
             created = attempt.writer.create(record)
             # Read back: a commit names the bytes that others read. Where it is no record of this process's, an earlier
             # attempt or a stranger has taken the number.
-            self._hear(keys.checked(self._round, attempt.replica_id, number), attempt.replica_id, number)
+            self._read_and_note(keys.checked(self._round, attempt.replica_id, number), attempt.replica_id, number)
             if created is not None and created.sha256 in self.by_sha256:
                 self._reported |= reported
                 self.averages.reported(averages)
@@ -198,7 +198,7 @@ class Checks:
         manifests = {each.replica_id: each for each in received.manifests(good)}
         return self._work.of(manifests, received.shard)
 
-    def _hear(self, key: str, replica_id: int, number: int) -> None:
+    def _read_and_note(self, key: str, replica_id: int, number: int) -> None:
         """Read the record of findings at `key`, and note what it says."""
         self._note(key, self._read(key, replica_id, number))
 
@@ -299,7 +299,7 @@ class Checks:
             received.verify(shards, expected)
             self._report(received)
         statuses = {each.replica_id: self._of(each, manifests, received, late) for each in contributions}
-        alone = self._alone(answers, statuses, late)
+        alone = self._may_commit_unverified(answers, statuses, late)
         found = []
         for each in answers:
             status = statuses.get(each.replica_id, "good")
@@ -339,11 +339,11 @@ class Checks:
         return found
 
     @property
-    def waits(self) -> bool:
+    def waits_for_reports(self) -> bool:
         """Whether the round could end but for reports about payload shards, so that others may have ended it."""
         return self._ready_since is not None
 
-    def _alone(self, answers: Sequence[Answer], statuses: Mapping[int, str], late: bool) -> bool:
+    def _may_commit_unverified(self, answers: Sequence[Answer], statuses: Mapping[int, str], late: bool) -> bool:
         """Whether this replica may commit its own unverified contribution, because no other replica responded."""
         quorum, others = self._attempt.config.contributions_needed, set(statuses) - {self._attempt.replica_id}
         return late and quorum == 1 and not any(statuses[each] == "good" for each in others)

@@ -198,7 +198,7 @@ class RoundCloser:
         own = self._contributor.own
         if self._attempt.is_invited or own is None or own.attempt != self._attempt.number:
             return True  # another attempt of this replica has responded, whenever that was
-        if self._checks.waits:
+        if self._checks.waits_for_reports:
             return True
         return (
             self._timing.may_be_committed()
@@ -312,7 +312,7 @@ class RoundCloser:
         conclusion = rounds.conclude(decision, position, outer_steps=attempt.outer_steps, fired=fired, halt=halt)
         quarantined, discounted = (folded.quarantined, folded.discounted) if folded else ((), ())
         averaged = rounds.averaged(decision.named if conclusion.applied else (), quarantined)
-        answers = rounds.named_answers(answers, averaged)
+        answers = rounds.mark_averaged(answers, averaged)
         listed = self._received.manifests(answer.replica_id for answer in answers)
         norms = norms_after(last, attempt.config) if last else None
         contributions = [each for each in answers if each.averaged]
@@ -341,7 +341,7 @@ class RoundCloser:
             empty_rounds=conclusion.empty_rounds,
             stop=conclusion.stop,
             by=By((attempt.replica_id, attempt.number)),
-            reason=rounds.told_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
+            reason=rounds.reason_with(conclusion.reason, quarantined, shares.clipped, figures.disagreeing, discounted),
             previous=position.sha256,
         )
         return append_commit(attempt.log, commit)

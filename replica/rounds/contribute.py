@@ -97,7 +97,7 @@ class Contributor:
                 fragment,
             )
             save = fields.state is not None
-            said = self._debt.formed(residual, payload, vector.missing, opened.round, fragment, save=save)
+            said = self._debt.describe_residual(residual, payload, vector.missing, opened.round, fragment, save=save)
         except NotFinite as error:
             found = set().union(*owners.each(_not_finite, owners, vector, shapes, fragment, base.shard_numel))
             where = _not_finite_words(found, shapes) + _losses_not_finite(fields)
@@ -220,10 +220,13 @@ class Contributor:
         self.recover_carry()
         self._timing.recover()
         if self._attempt.begin.leg > 1 and not self._tip.closed_rounds:
-            self._warn_of_work_that_its_leg_left()
+            self._warn_of_dropped_work()
 
     def recover_carry(self) -> None:
-        """Drop unaveraged work that was trained from a wrong base. Called after a rebuild gave the base other bits."""
+        """Find this replica's unaveraged work in the bucket again. What was trained from a wrong base is dropped.
+
+        For a base that got other bits by a rebuild, which changes what is right.
+        """
         self._debt.recover(
             self._tip.closed_rounds,
             self.history.of,
@@ -244,7 +247,7 @@ class Contributor:
             if (manifest := self.history.of(round_)) is not None:
                 yield manifest, _is_averaged(manifest, self._tip.commit_of(round_))
 
-    def _warn_of_work_that_its_leg_left(self) -> None:
+    def _warn_of_dropped_work(self) -> None:
         """Warn if this replica's last contribution, from before the last resume, was not averaged: it never will be."""
         newest = self.history.newest()
         if newest is None or newest.kind != "delta" or newest.leg == self._attempt.begin.leg:

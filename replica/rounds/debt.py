@@ -153,7 +153,7 @@ class Debt:
             log.warning("%d inner steps of round %d are dropped: the run has stopped", _steps(manifest), manifest.round)
         self._carried.clear()
 
-    # -- paid ----------------------------------------------------------------------------------------------------
+    # -- what the next contribution adds -------------------------------------------------------------------------
 
     def added_to(self, pseudo_gradient: Vector, fragment: int, round_: int) -> "WithDebt":
         """`pseudo_gradient` plus the debt of `fragment`: unaveraged work, weighted by its staleness in `round_`, and
@@ -223,7 +223,7 @@ class Debt:
             raise PayloadCorrupt(f"{len(saved.shards)} shards were saved; {numel} elements have {len(ranges)}.")
         return self._owners.make(_saved_residual, self._owners, self._attempt.store, self._background, manifest)
 
-    # -- formed --------------------------------------------------------------------------------------------------
+    # -- the residual of a contribution --------------------------------------------------------------------------
 
     def room(self, numel: int, fragment: int, shard_numel: int) -> FlatTensors | None:
         """Zeros for the residual (what encoding will lose) of the next contribution; None without error feedback."""
@@ -231,7 +231,7 @@ class Debt:
             return None
         return self._owners.make(room, numel, shard_numel, _WHAT, self._owners, fragment)
 
-    def formed(
+    def describe_residual(
         self,
         residual: FlatTensors | None,
         payload: Payload,

@@ -140,7 +140,7 @@ class SnapshotWriter:
 
         `digest`: of that base as it was rebuilt, which it must still have; None: it is hashed now.
         """
-        with _going_on_without(tip.base_round):
+        with _logging_invalid(tip.base_round):
             self._write(tip, digest or tip.digest)
 
     def _write(self, tip: Tip, digest: str) -> str | None:
@@ -184,7 +184,7 @@ class SnapshotWriter:
         return replace(self._files, extra=side_files_of_run(self._attempt.log))
 
     def _write_and_read_back(self) -> None:
-        with _going_on_without(self._tip.value.base_round):
+        with _logging_invalid(self._tip.value.base_round):
             for _ in range(_WRITES):
                 tip = self._tip.value
                 take = self._write(tip, self._claims.digest)
@@ -217,7 +217,7 @@ def _writers_before(commit: Commit, attempt: Attempt) -> int:
 
 
 @contextmanager
-def _going_on_without(round_: int) -> Iterator[None]:
+def _logging_invalid(round_: int) -> Iterator[None]:
     """Context that logs `RecordInvalid` instead of raising it: any base can be rebuilt without the snapshot."""
     try:
         yield

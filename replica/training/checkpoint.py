@@ -65,10 +65,12 @@ class Checkpoint:
     def encode_if_due(self) -> StateFile | None:
         """The training state as a file to be written before training goes on, or with a delay, at any time.
 
-        None if none is saved with the open round's contribution (`replica_state`).
+        None if none is saved with the open round's contribution (`replica_state`). Before the last planned outer step
+        one is saved wherever some are, as a snapshot is, so that more rounds go on with it.
         """
         config, opened = self._attempt.config, self._rounds.open
-        beside_snapshot = (opened.outer_step + 1) % config.snapshot_every == 0
+        step = opened.outer_step + 1
+        beside_snapshot = step % config.snapshot_every == 0 or step == self._attempt.outer_steps
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
         if opened.final_evaluation or not due:
             return None

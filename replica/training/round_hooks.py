@@ -49,7 +49,7 @@ class RoundHooks:
         if newest:
             function(self._view(newest))
 
-    def tell(self) -> None:
+    def call_due(self) -> None:
         """Call every function, whose errors are raised, with each commit applied since the last call, in order."""
         if not self._functions:
             return

@@ -210,7 +210,7 @@ class TrainingSession:
             self._rounds.close()
         self._training_since = self._attempt.clock.now()
         self._catch_up()
-        self.hooks.tell()
+        self.hooks.call_due()
         if self._has_others:
             self._island.call("opened", self.metrics.total_inner_steps)
 
@@ -344,7 +344,7 @@ class TrainingSession:
             reset()
         else:
             self._checkpoint.go_back(state)
-        self._lead()
+        self._send_state()
 
     def _write_snapshot_if_due(self) -> None:
         if self._rounds.write_snapshot_if_due():  # its replay gave another base
@@ -396,9 +396,9 @@ class TrainingSession:
             self._loop.load_local(point.local, point.from_base)
         if point.progress is not None:
             cursor = point.progress.cursor
-            self._lead(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
+            self._send_state(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
 
-    def _lead(self, epoch: int = -1, batches: int = 0) -> None:
+    def _send_state(self, epoch: int = -1, batches: int = 0) -> None:
         """Send the other ranks stateful objects, learning rates and, unless negative, position in the data."""
         if self._has_others:
             small = self._checkpoint.small

@@ -88,7 +88,8 @@ def _encode(value: Any, tensors: list[tuple[str, torch.Tensor | TensorInRanks]],
                 raise ConfigError(
                     f"{path} is sharded over the ranks (a DTensor). Such tensors are saved of parameters, and of the "
                     "state of each parameter in a torch.optim.Optimizer. Instead of an object that holds optimizers "
-                    "attach those, as in attach(model, [one, other]), and leave others out of stateful."
+                    "attach those, as in attach(model, [one, other]); leave others, such as a moving average of the "
+                    "model, out of stateful, so that they begin anew after a restart."
                 )
             if type(value.detach()) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
                 raise ConfigError(

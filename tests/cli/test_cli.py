@@ -76,6 +76,21 @@ def test_run_help_shows_settings_in_three_tiers_each_by_itself(tmp_path):
     assert listed("--help-settings", SECTIONS[1]) == {each.opts[0] for each in setting_options()} - flags[0] - flags[1]
 
 
+@pytest.mark.parametrize(
+    ("command", "executor", "rate"),
+    [
+        ("run", "local", "0.7"),
+        ("resume", "that of the launch", "that of the run"),
+        ("attach", "that of the launch", ""),
+    ],
+)
+def test_help_gives_the_defaults_of_that_command(command: str, executor: str, rate: str, tmp_path: Path):
+    """A resume without options keeps the run's settings and its place, and named those of a new run."""
+    shown = " ".join(diloco_here(command, "--help", cwd=tmp_path).stdout.split())
+    assert f"Its own options: --executor NAME --help. [default: {executor}]" in shown
+    assert not rate or f"outer learning rate; the paper's value [default: {rate}]" in shown
+
+
 def test_help_lists_the_options_of_a_place_when_it_is_named(tmp_path):
     plain, local = (diloco_here("run", *of, "--help", cwd=tmp_path).stdout for of in ([], ["--executor", "local"]))
     assert "--grace-s" not in plain and "--grace-s" in local and "--store" in plain

@@ -167,6 +167,20 @@ def test_linked_folders_travel_and_loops_are_told(project: Path):
         pack(project, ENTRYPOINT)
 
 
+def test_two_folders_that_link_to_each_other_are_refused(project: Path):
+    for one, other in (("first", "second"), ("second", "first")):
+        (project / one).mkdir(exist_ok=True)
+        (project / one / "other").symlink_to(project / other, target_is_directory=True)
+    with pytest.raises(ConfigError, match="a link to a folder that holds it"):
+        pack(project, ENTRYPOINT)
+
+
+def test_a_worktree_leaves_the_path_of_its_repository_behind(project: Path):
+    before = pack(project, ENTRYPOINT)
+    (project / ".git").write_text("gitdir: /home/somebody/private/.git/worktrees/project\n")
+    assert pack(project, ENTRYPOINT) == before
+
+
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_a_link_out_of_the_folder_is_refused(project: Path, tmp_path_factory: pytest.TempPathFactory, link: str):
     """Whoever made the folder would choose what of this machine is sent."""

@@ -218,6 +218,12 @@ def test_secrets_are_in_a_private_file_until_the_job_reads_or_slurm_refuses_it(t
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("status", [127, 65535, 4294967294])
+def test_a_status_with_which_no_process_ends_is_no_exit_code(status: int):
+    line = f"{1:<20}{'FAILED':<20}{status:<12}{0:<12}{NAME:<80}None"
+    assert queued_jobs(f"{line}\n")["1"].exit_code is None
+
+
 def test_the_queue_is_read():
     reason = "Nodes required for job are DOWN, DRAINED or reserved"
     assert queued_jobs(f"{SQUEUE}\n") == {

@@ -87,6 +87,17 @@ def test_what_cannot_be_loaded_here_is_said_and_other_items_are_refused():
         check_loading(fleet.store, done, OwnCode(normalised, score, ITEMS[1:]))
 
 
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'flash_attn'"), MemoryError("4 GiB")])
+def test_what_this_machine_lacks_for_a_model_is_no_disagreement(error: Exception):
+    def build() -> torch.nn.Module:
+        raise error
+
+    fleet, done = trained(), Verification("x")
+    check_loading(fleet.store, done, OwnCode(build))
+    assert done.disagreement is None and done.checked["snapshots loaded"] == 0
+    assert done.unchecked == [f"whether snapshot 0 loads: {type(error).__name__}: {error}"]
+
+
 def test_the_command_loads_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trained(store=open_store(str(tmp_path / "run")))
     monkeypatch.chdir(tmp_path)

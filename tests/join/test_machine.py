@@ -78,6 +78,24 @@ def test_output_of_a_machine_that_joined_is_read_by_whoever_reads_the_bucket(sce
     assert list(log_lines(RunReader(log.store), 0, 1)) == ["one", "two"]
 
 
+@pytest.mark.parametrize(("allowed", "polls"), [(None, 61), (1000, 24), (100, 11)])
+def test_a_machine_asks_as_seldom_as_the_other_processes_of_its_run(scene: Scene, allowed: int | None, polls: int):
+    class Limited(MemoryStore):
+        reads = 0
+        requests_allowed = allowed
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            self.reads += key == keys.RUN
+            return super().get(key, start, end)
+
+    store = scene.store = Limited()
+    run = Run(**STAMP(), run_id="run-1", config=make_config({"entrypoint": "m:f", "replicas": 4}), package_version="0")
+    create_run(store, run, "test", STAMP)
+    store.reads = 0
+    assert scene.machine(scene.program(), hours=300 / 3600).run() == 0
+    assert abs(store.reads - polls) <= 2
+
+
 def test_of_two_machines_that_see_one_offer_one_gets_it(scene: Scene):
     scene.executor.launch(scene.request())
     second = scene.program()

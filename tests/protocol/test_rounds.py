@@ -349,6 +349,6 @@ def test_conclusions(decision, at, fired, halt, applied, outer_step, empty, stop
     assert words in conclusion.reason
 
 
-def test_named_answers_mark_who_is_in_the_mean():
-    named = rounds.named_answers([answer(0), answer(1, "abstention"), answer(2)], averaged=(0, 2))
+def test_answers_are_marked_by_who_is_in_the_mean():
+    named = rounds.mark_averaged([answer(0), answer(1, "abstention"), answer(2)], averaged=(0, 2))
     assert [(a.replica_id, a.averaged) for a in named] == [(0, True), (1, False), (2, True)]

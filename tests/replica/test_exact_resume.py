@@ -18,8 +18,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import ObjectInfo
 from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
 
@@ -116,6 +118,7 @@ KINDS = [
     pytest.param({"sync_every": 6, "fragments": 2, "fragment_sync_delay": 1, "codec": "topk64"}, id="sparse fragments"),
 ]
 QUICK = ("fragments and overlap",)
+ENDING = ("one fragment", "three fragments", "two bits")  # others: local parameters begin at the base
 
 
 def with_every(quick: int, thorough: int) -> list[Any]:
@@ -169,11 +172,26 @@ def test_without_saved_state_a_killed_run_ends_elsewhere():
 
 
 def test_state_is_saved_as_often_as_asked_for():
-    for mode, rounds in (("round", [1, 2, 3, 4]), ("snapshot", [2, 4]), ("none", [])):
-        world = World(sync_every=2, replica_state=mode)
+    for mode, rounds in (("round", [1, 2, 3, 4, 5]), ("snapshot", [2, 4, 5]), ("none", [])):
+        world = World(sync_every=2, replica_state=mode, rounds=5)
         world.run()
         saved = [info.key for info in world.store.list("replicas/0/state/")]
         assert saved == [keys.state(0, round_, 1) for round_ in rounds]
+
+
+@pytest.mark.parametrize("settings", [kind for kind in KINDS if kind.id in ENDING])
+def test_more_rounds_after_the_planned_end_have_the_bits_of_a_run_planned_longer(settings, caplog):
+    """The state is saved before the last planned outer step too, which is no snapshot's round here."""
+    settings = {**settings, "replica_state": "snapshot", "snapshot_every": 2}
+    longer = World(**settings, rounds=6)
+    expected = longer.run()
+    world = World(**settings, rounds=3)
+    assert world.run()[:3] == expected[:3]
+    stamp = Stamp("again", lambda: 0.0)
+    begin_next_leg(RunLog(world.store), rounds=3, from_round=None, by="test", why="", stamp=stamp)
+    ended = world.run()
+    assert ended[:3] + ended[4:] == expected, "round 4 evaluated the base that the first leg ended with"
+    assert "begins anew" not in caplog.text
 
 
 def test_a_state_that_was_changed_is_told_and_left_aside(caplog):

@@ -1,6 +1,7 @@
 """Rounds between real participants over one store: agreement, bad answers, stops, restarts. No training."""
 
 import json
+import os
 import random
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Halt, Result
 from diloco_orchestrator.protocol.rounds import result_of
+from diloco_orchestrator.replica.attempt.attempt import cpu_threads
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.model_tensors import trainable
 from diloco_orchestrator.snapshots.stored import StoredSnapshot
@@ -575,3 +577,19 @@ def test_shards_smaller_than_tensors_change_no_bit(tmp_path):
 
 def test_delta_helper_matches_the_model():
     assert delta(1.0).numel == sum(p.numel() for p in tiny_model().parameters())
+
+
+@pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), (" 3 ", 3)])
+def test_a_list_of_threads_as_openmp_knows_it_ends_no_replica(value: str, threads: int):
+    assert cpu_threads({"OMP_NUM_THREADS": value}) == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system ties no process to cores")
+@pytest.mark.parametrize("value", ["", "0", "many"])
+def test_a_process_that_may_use_one_core_takes_one_thread(value: str):
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert cpu_threads({"OMP_NUM_THREADS": value}) == 1
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,6 +1,7 @@
 """A run as its supervisor and its display have seen it: who asks again costs a request only after a pause."""
 
 import random
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -136,3 +137,24 @@ def test_every_pause_follows_the_round_within_its_bounds(round_s):
         assert 1.0 <= pace.commits_read_s(round_s, open_s) <= 600.0
     assert pace.commits_read_s(round_s, round_s) <= max(1.0, round_s / 8)  # once it may be over, an eighth of it
     assert 1.0 <= pace.records_read_s(round_s) <= 15.0 and pace.seldom_read_s(round_s) <= 1800.0
+
+
+class _Interrupted(str):
+    """A key; while it is first compared another thread creates the object at the key `other`."""
+
+    def __new__(cls, key: str, seen: SeenStore, other: str):
+        made = super().__new__(cls, key)
+        made.others = [partial(seen.create, other, b"theirs")]
+        return made
+
+    def startswith(self, prefix: str) -> bool:
+        while self.others:
+            self.others.pop()()
+        return super().startswith(prefix)
+
+
+def test_two_threads_may_create_objects_whose_listing_is_remembered(engine, seen):
+    for prefix in (keys.LEGS, keys.REPLICAS, keys.SNAPSHOTS):
+        assert not list(seen.list(prefix))
+    assert seen.create(_Interrupted(keys.intent(0, 1), seen, keys.intent(7, 1)), b"ours")
+    assert [info.key for info in seen.list(keys.REPLICAS)] == [keys.intent(0, 1), keys.intent(7, 1)]

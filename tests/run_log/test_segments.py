@@ -1,6 +1,7 @@
 """Segments of the log: readers of history need few requests, and nothing is believed that the single commits deny."""
 
 import logging
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,8 @@ from long_history import LongRun
 from protocol_fleet import play
 from record_examples import EXAMPLES
 
+from diloco_orchestrator.clock import ThreadBackground, in_parallel
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.status import RunReader
@@ -277,3 +280,23 @@ def test_two_writers_write_equal_bytes(run: LongRun, long: dict[str, bytes]):
     assert {k: v for k, v in long.items() if k.startswith(keys.LOG)} == {
         str(segment): run.store.get(str(segment)) for segment in list_segments(run.store)
     }
+
+
+def test_two_threads_may_read_segments_of_one_log():
+    store = MemoryStore()
+    segments = [SegmentKey(first, first + 9, "commits") for first in range(1, 40, 10)]
+    for segment in segments:
+        store.put(str(segment), b"no commit\n" * 10)
+    reader = SegmentReader(store, make_config({"entrypoint": "m:f"}))
+    reader.refresh()
+
+    def read() -> None:
+        for number in range(10_000):
+            assert reader.previous_of(segments[number % 4].first) is None
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_parallel(ThreadBackground(), [read, read])
+    finally:
+        sys.setswitchinterval(before)

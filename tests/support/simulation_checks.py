@@ -159,13 +159,15 @@ def _check_verdicts(commits: Sequence[Commit]) -> None:
 
 
 def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> None:
-    """I5: a pseudo-gradient names a state in every round, or where a snapshot is due after it, as the run says."""
+    """I5: a pseudo-gradient names a state in every round, or where a snapshot or the planned end is due after it."""
     plan, reader = simulation.plan, ContributionReader(simulation.bucket)
     when = plan.settings.get("replica_state") or ("round" if plan.strict else "snapshot")
+    begins = RunLog(simulation.bucket).begins()
     for commit in commits:
-        due = when == "round" or (
-            when == "snapshot" and (commit.outer_step - commit.applied + 1) % plan.settings["snapshot_every"] == 0
-        )
+        step, begin = commit.outer_step - commit.applied + 1, begins[commit.leg - 1]
+        beside_snapshot = step % plan.settings["snapshot_every"] == 0
+        ends = step == begin.from_outer_step + begin.outer_steps
+        due = when == "round" or (when == "snapshot" and (beside_snapshot or ends))
         for replica_id in range(plan.most_replicas):
             manifest = (
                 reader.of(commit.round, replica_id) if not _is_forged(simulation, commit.round, replica_id) else None

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
-from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid, SpoolFailed
-from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, fetch, optional, parse
+from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.inspection.verify.findings import (
+    OF_THIS_READER,
+    Differs,
+    Verification,
+    equal,
+    fetch,
+    optional,
+    parse,
+)
 from diloco_orchestrator.inspection.verify.inventory import NamedByTheLog
 from diloco_orchestrator.inspection.verify.snapshots import SnapshotChecker, UnreadBase
 from diloco_orchestrator.protocol import keys
@@ -268,6 +276,8 @@ class BaseDeriver:
                 return None
             except Differs as differs:
                 data = self._put_again(key, shard, later, differs)
+        except OF_THIS_READER:
+            raise
         except DilocoError as error:
             data = self._put_again(key, shard, later, Differs(key, str(error)))
         self._done.checked["bytes of payloads and states"] += len(data)
@@ -296,7 +306,7 @@ class BaseDeriver:
 
         None if `base` is None or unread, or payloads were deleted. `named`: the manifests that the commit averages.
         Raises `Differs` if they cannot be averaged, or if an inner step counts twice, `SpoolFailed` if this machine
-        lacks room.
+        lacks room, `StoreError` if it cannot read them.
         """
         self._check_origins(key, commit)
         if base is None or isinstance(base, UnreadBase) or self._tensors is None:
@@ -308,7 +318,7 @@ class BaseDeriver:
             return base
         except PayloadGone:
             return None
-        except SpoolFailed:
+        except OF_THIS_READER:
             raise
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
             raise Differs(key, f"averages what cannot be averaged: {error}") from None

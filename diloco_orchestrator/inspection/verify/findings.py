@@ -5,7 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
+from diloco_orchestrator.errors import (
+    ObjectMissing,
+    RecordInvalid,
+    RecordTooNew,
+    RecordTooOld,
+    SpoolFailed,
+    StoreDenied,
+    StoreFull,
+    StoreUnavailable,
+)
 from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
 from diloco_orchestrator.protocol.records import Begin, Commit, Run
@@ -14,6 +23,8 @@ from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
 TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
+# Why a reader cannot read or hold an object: its line, its credentials, its disk. None of them is a fault of the run.
+OF_THIS_READER = (StoreUnavailable, StoreDenied, StoreFull, SpoolFailed)
 _OF_THE_LOG = (Run, Start, Begin, Commit)
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)

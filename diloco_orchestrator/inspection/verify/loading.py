@@ -147,6 +147,9 @@ class SnapshotLoader:
                 except CannotLoad as error:
                     done.unchecked.append(f"whether snapshot {round_} loads: {error}")
                     return  # nor do the others
+                except (ImportError, MemoryError) as error:  # of this machine
+                    done.unchecked.append(f"whether snapshot {round_} loads: {type(error).__name__}: {error}")
+                    return
                 except Exception as error:  # whatever the model class and its library raise
                     raise Differs(keys.snapshot(round_, "", take), f"does not load: {error}") from error
             done.checked["snapshots loaded"] += 1

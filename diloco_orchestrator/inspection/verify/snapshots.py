@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.shards import fetch_shard
-from diloco_orchestrator.errors import DilocoError, ObjectMissing, RecordInvalid, SpoolFailed
-from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, optional
+from diloco_orchestrator.errors import DilocoError, ObjectMissing, RecordInvalid
+from diloco_orchestrator.inspection.verify.findings import OF_THIS_READER, Differs, Verification, equal, optional
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import Shard, Snapshot
@@ -146,6 +146,8 @@ class SnapshotChecker:
     def _compare(self, key: str, named: Shard) -> None:
         try:
             fetch_shard(self._log.store, key, named)
+        except OF_THIS_READER:
+            raise
         except DilocoError as error:
             raise Differs(key, str(error)) from None
 
@@ -164,7 +166,7 @@ class SnapshotChecker:
             record = self._log.snapshot(round_, take)
             self._check_names(key, record, start)
             return self._tensors.base(round_, take, record, start)
-        except (Differs, SpoolFailed):  # the latter: this machine lacks room, which is no fault of the run
+        except (Differs, *OF_THIS_READER):
             raise
         except DilocoError as error:
             if self._deleted_meanwhile(round_, take):

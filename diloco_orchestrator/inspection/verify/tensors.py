@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from diloco_orchestrator.allreduce.spool import budget
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.inspection.verify.findings import Differs, Verification
+from diloco_orchestrator.inspection.verify.findings import OF_THIS_READER, Differs, Verification
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
@@ -27,6 +28,7 @@ class Tensors:
     """Loads the bases of one run's snapshots with all their files checked, and steps bases as its commits say."""
 
     def __init__(self, log: RunLog, done: Verification) -> None:
+        budget()  # raises for a wrong setting of this machine, which is no fault of the first base
         self._log = log
         self._done = done
         self._rest: RestOfSnapshot | None = None  # once it was needed
@@ -78,6 +80,8 @@ class Tensors:
         rest, naming = self._first_values(start), Naming.of(start)
         try:
             changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
+        except OF_THIS_READER:
+            raise
         except DilocoError as error:
             self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
             return
