@@ -132,6 +132,7 @@ def prepare_launch(
         images={} if required is None else dict(required.images),
         source=source_of(folder_of(code, name)),
         signed_by=None if key is None else key.signed_by,
+        signed_rules=None if key is None else 2,
     )
     launched = Launched(sha256_hex(run.to_bytes()))
     operator = None if key is None else key.operator(launched.run_sha256)

@@ -23,12 +23,15 @@ class Rotation(Record):
     """
 
     record: ClassVar[str] = "rotation"
+    later_fields: ClassVar[frozenset[str]] = frozenset({"no_commits_by"})
     epoch: int = Field(ge=2)  # that begins
     names: PublicKey  # signs names of the epoch's objects
     from_leg: int = Field(ge=2)  # the first leg of the epoch
     after_round: int = Field(ge=0)  # the last round of the epochs before; 0: none was committed
     commit_sha256: Sha256 | None  # of that round's commit
     attempts: dict[str, int]  # by replica id: the number of the newest attempt of the epochs before
+    # Ids of replicas whose attempts sign no commits from here on: those before wrote void ones. None: nobody's.
+    no_commits_by: tuple[int, ...] | None = None
     by: str
     why: str
 
@@ -63,6 +66,12 @@ class Colleague(Record):
     operator: Operator  # certifies the colleague's key
     sealed: str  # the private name keys, for the colleague alone, in URL-safe base64
     by: str
+
+
+def why_no_commit(replica_id: int, rotations: tuple[Rotation, ...]) -> str:
+    """Reason why no attempt of a replica may commit after `rotations` of the run's keys; empty if it may."""
+    numbers = [each.epoch for each in rotations if replica_id in (each.no_commits_by or ())]
+    return f"replica {replica_id} commits nothing since {keys.rotation(numbers[0])}" if numbers else ""
 
 
 def epoch_of(key: str, rotations: tuple[Rotation, ...]) -> int:

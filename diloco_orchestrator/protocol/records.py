@@ -35,7 +35,7 @@ class Run(Record):
     """run.json: the frozen configuration of a run. It holds no model parameters, because the launcher has no model."""
 
     record: ClassVar[str] = "run"
-    later_fields: ClassVar[frozenset[str]] = frozenset({"signed_by"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"signed_by", "signed_rules"})
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # also the name of a folder of curves
     config: RunConfig
     package_version: str
@@ -45,6 +45,9 @@ class Run(Record):
     images: ImageDigests = Field(default_factory=dict)  # of the lock: executors send these names by these digests
     source: str = ""  # git commit of the launched code, "+changes" after it; empty: in no repository. For people only
     signed_by: SignedBy | None = None  # public keys; None: the run is not signed
+    # By which version of the rules of signed runs void commits are read. 2: nobody who holds the key of one replica can
+    # write commits that stop readers (docs/inside/signed-runs.md). None: the first.
+    signed_rules: Literal[2] | None = None
 
 
 _LONGEST_NAME = 255  # bytes, of the common file systems

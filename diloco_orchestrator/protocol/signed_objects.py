@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.allreduce_records import Reduced
-from diloco_orchestrator.protocol.kinds import Kind, Role, kind_at
-from diloco_orchestrator.protocol.record_format import By, parse_json
+from diloco_orchestrator.protocol.kinds import Kind, Role, kind_at, most_bytes
+from diloco_orchestrator.protocol.record_format import SCHEMA_VERSION, By, parse_json
 from diloco_orchestrator.protocol.records import Commit, ReuploadRequest, Snapshot
 from diloco_orchestrator.protocol.signatures import to_text
 
@@ -84,12 +84,13 @@ def _is_of_strangers(kind: Kind) -> bool:
     return kind.by_itself or Role.MACHINE in kind.writers or kind.record is ReuploadRequest
 
 
-def why_not_by(who: tuple[int, int], key: str, body: bytes, *, is_invited: bool = False) -> str:
+def why_not_by(who: tuple[int, int], key: str, body: bytes, *, is_invited: bool = False, rules: int = 1) -> str:
     """Reason why an attempt's signature on the object at `key` must be rejected; empty if it is valid.
 
     `who`: (replica id, attempt). `is_invited`: a stranger runs the replica (`RunConfig.invited`). The run's key may
     sign everything; an attempt's key what `protocol.kinds` lets attempts write, and, where the key or the record names
     its author, only in its own name. So an object that cannot be parsed is not accepted as a commit of an attempt.
+    `rules`: version of the rules of signed runs: since the second neither is one of another round or schema.
     """
     kind = kind_at(key)
     if is_invited and (kind is None or not _is_of_strangers(kind)):
@@ -102,11 +103,18 @@ def why_not_by(who: tuple[int, int], key: str, body: bytes, *, is_invited: bool 
     if Role.ATTEMPT not in kind.writers and kind.record is not Snapshot:
         return f"attempts write no {kind.record.__name__}"
     try:
-        found = parse_json(body)
+        parsed = parse_json(body)
     except ValueError:
-        found = None
-    fields = found if isinstance(found, dict) else {}
+        parsed = None
+    fields = parsed if isinstance(parsed, dict) else {}
     # The fields of records that any replica may write. In a snapshot's the author is a number, in others text.
+    if kind.record is Commit and rules > 1:
+        (round_,) = keys.commit.parse(key) or (0,)
+        for field, value in {"record": Commit.record, "schema_version": SCHEMA_VERSION, "round": round_}.items():
+            if (found := fields.get(field)) != value or type(found) is not type(value):
+                return f"its {field} is {str(found)[:40]!r}; a commit there has {value}"
+        if len(body) > most_bytes(key):
+            return "it is longer than a commit may be"
     named = {"replica_id": fields.get("rank"), "by": fields.get("by")}
     if kind.record is Snapshot:
         named = {"replica_id": fields.get("by")}

@@ -198,8 +198,14 @@ def _who_wrote(commit: Commit, before: Before, failed: bool) -> str:
     )
 
 
-def no_commit(round_: int, why: str) -> Commit:
-    """A placeholder for a round's commit that cannot be parsed, for `read_as_void`. `why`: the parse error."""
+NOBODY = By(None, "nobody")
+
+
+def no_commit(round_: int, why: str, by: By = NOBODY) -> Commit:
+    """A placeholder for a round's commit that cannot be parsed, for `read_as_void`.
+
+    `why`: the parse error. `by`: its author, where that is known.
+    """
     return Commit(
         write_id="",
         at=0.0,
@@ -214,7 +220,7 @@ def no_commit(round_: int, why: str) -> Commit:
         applied=False,
         empty_rounds=0,
         stop="none",
-        by=By(None, "nobody"),
+        by=by,
         reason=why,
         previous="",
     )

@@ -99,7 +99,7 @@ class Conclusions:
             return entry.counted(read_without_weights(entry.commit, before, entry.void))
         if not why:
             return entry
-        if previous is not None and previous.unlinked and derive_verdict:
+        if previous is not None and previous.unlinked and derive_verdict and self._is_evidence(entry, previous):
             # Its author took the unlinked commit as it is written, so that it is the record before that was changed.
             raise changed(previous.commit.round, previous.written.previous, previous.commit.previous)
         self._tell(entry, logging.ERROR, f"{keys.commit(commit.round)} is void: {why}")
@@ -120,10 +120,11 @@ class Conclusions:
         """Raise `RecordInvalid` if a commit does not name the digest of the one before because either was changed.
 
         Either counts as changed if the commit before is void (it averages nobody), or if a second GET gives other bytes
-        than the first. Otherwise the commit itself is wrong, and is read as void.
+        than the first. Otherwise the commit itself is wrong, and is read as void. In a signed run it is void after a
+        void one, too: who holds the key of one replica can sign both before the log is there.
         """
         commit, position = entry.written, before.position
-        if not entry.unreadable and previous is not None and previous.contradicts:
+        if not entry.unreadable and previous is not None and previous.contradicts and not self._is_signed:
             raise changed(commit.round, commit.previous, position.sha256)
         above = keys.commit(position.round) if position.round else self._records.starts.key_of(position.sha256)
         for key, sha256 in ((above, position.sha256), (keys.commit(commit.round), entry.sha256)):
@@ -133,6 +134,19 @@ class Conclusions:
                     f"{key} in {self._records.store.url} has not the digest {sha256[:12]} that it had when it was "
                     "read: it was changed after it was written, or read with an error. Start this process again."
                 )
+
+    @property
+    def _is_signed(self) -> bool:
+        """Whether the run is signed, by rules that let nobody who holds one replica's key stop readers of the log."""
+        return self._records.run.signed_rules is not None
+
+    def _is_evidence(self, entry: CommitEntry, previous: CommitEntry) -> bool:
+        """Whether `entry` shows that the log was changed, by continuing the unlinked commit `previous`.
+
+        In a signed run only if another replica wrote it: one alone can sign both.
+        """
+        before, after = previous.written.by.who, entry.written.by.who
+        return not self._is_signed or bool(before and after and before[0] != after[0])
 
     def manifests(self, entry: CommitEntry) -> Mapping[int, Contribution]:
         """The manifests named by the commit whose verdict was checked last, by replica id; empty for another commit."""

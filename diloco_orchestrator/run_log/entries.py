@@ -7,10 +7,10 @@ from typing import Generic, Self, TypeVar
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.record_format import Record
+from diloco_orchestrator.protocol.record_format import By, Record
 from diloco_orchestrator.protocol.records import Commit
 from diloco_orchestrator.protocol.rounds import Position
-from diloco_orchestrator.protocol.void_commits import no_commit
+from diloco_orchestrator.protocol.void_commits import NOBODY, no_commit
 from diloco_orchestrator.protocol.weights import averaging_nobody, why_void
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,12 @@ class CommitEntry:
         return cls(averaging_nobody(commit, void), sha256, commit, void)
 
     @classmethod
-    def of_no_commit(cls, round_: int, sha256: str, why: str) -> Self:
-        """The entry for an object that does not parse as the commit of `round_`, its key. `why`: the parse error."""
-        stands_for_it = no_commit(round_, why)
+    def of_no_commit(cls, round_: int, sha256: str, why: str, by: By = NOBODY) -> Self:
+        """The entry for an object that does not parse as the commit of `round_`, its key.
+
+        `why`: the parse error. `by`: the author whose key has signed it.
+        """
+        stands_for_it = no_commit(round_, why, by)
         return cls(stands_for_it, sha256, stands_for_it, unreadable=why)
 
     def voided(self, commit: Commit, why: str, unlinked: bool = False) -> Self:

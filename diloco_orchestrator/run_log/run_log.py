@@ -13,16 +13,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, RecordTooNew, RecordTooOld
 from diloco_orchestrator.protocol import keys, rounds
 from diloco_orchestrator.protocol.check_records import Checked
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.record_format import StampFields
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Snapshot
+from diloco_orchestrator.protocol.record_format import By, StampFields, parse_json
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Result, Run, Snapshot
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS, Position
 from diloco_orchestrator.protocol.start_records import Start
+from diloco_orchestrator.protocol.void_commits import NOBODY
 from diloco_orchestrator.run_log.commit_readings import Conclusions
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.leg_records import LegRecords
@@ -69,6 +69,7 @@ class RunLog(LegRecords):
         self.snapshot_seen = 0  # the newest round with a snapshot: the log has at least as many commits
         # Digests of bases that the log claims, by round, as `snapshots.confirmation` finds them: they never change.
         self.claimed_bases: dict[int, str] = {}
+        self.void_authors: dict[int, int] = {}  # replicas, by round, of void commits as they were read last
         self.in_doubt = False  # whether a record contradicted the log, so that every verdict is derived since
 
     # -- commits -------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class RunLog(LegRecords):
         if len(self._commit_entries) >= _KEPT_COMMITS:
             oldest, *_ = self._commit_entries  # copied at once: another thread may add one
             self._commit_entries.pop(oldest, None)
-        found = self._commit_entries[round_] = _entry_of(round_, data, self.run.config)
+        found = self._commit_entries[round_] = _entry_of(round_, data, self.run)
         return found
 
     def after(self, position: Position, derive_verdicts: bool = False) -> Iterator[CommitEntry]:
@@ -163,8 +164,9 @@ class RunLog(LegRecords):
                     listed = True
                 if entries := self._history.after(position):
                     for each in entries:
-                        previous = self._concluded(each, previous, derive_verdicts)
-                        position = previous.position
+                        if (read := self._concluded(each, previous, derive_verdicts)) is None:
+                            return
+                        previous, position = read, read.position
                         yield previous
                     continue
             entry = self.commit(position.round + 1)
@@ -173,9 +175,10 @@ class RunLog(LegRecords):
                     return
                 singles = _PATIENCE  # it was deleted: a segment may hold it
                 continue
-            previous = self._concluded(entry, previous, derive_verdicts)
+            if (read := self._concluded(entry, previous, derive_verdicts)) is None:
+                return
+            previous, position, singles = read, read.position, singles + 1
             yield previous
-            position, singles = previous.position, singles + 1
 
     def as_read(self, round_: int) -> CommitEntry | None:
         """The checked commit of a round that may be the last of its leg (start or resume to stop); None if missing.
@@ -257,32 +260,51 @@ class RunLog(LegRecords):
         found = self.conclusions.read(entry, previous, derive_verdict=True, received=received, checks=checks)
         return self._kept(found)
 
-    def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry:
+    def _concluded(self, entry: CommitEntry, previous: CommitEntry | None, derive_verdict: bool) -> CommitEntry | None:
         """`entry`, the log entry of the commit after `previous`, marked void if it contradicts the log.
 
         If it does, all verdicts since the start or resume are checked: a wrong verdict may make the commit before void,
-        and then this one is right.
+        and then this one is right. None where the log ends with `previous`.
         """
         derive, lenient = derive_verdict or self.in_doubt, not derive_verdict
-        found = self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
-        unclear = found.contradicts and not found.unreadable and not found.unlinked
+        ends = previous is not None and self._ends_with(previous)
+        found = entry if ends else self.conclusions.read(entry, previous, derive_verdict=derive, lenient=lenient)
+        unclear = ends or (found.contradicts and not found.unreadable and not found.unlinked)
         if unclear and not derive:
             self.doubt()
             begin = self.begin_of(previous.commit.leg if previous else 1).record
             for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
+        if ends:
+            self._commit_entries.pop(entry.commit.round, None)  # the next leg may have another one
+            return None
         return self._kept(found)
+
+    def _ends_with(self, last: CommitEntry) -> bool:
+        """Whether no commit after `last` is of the log, because that one stopped its leg and no other leg has begun.
+
+        Only in signed runs with that rule: elsewhere such a commit is void, and the next leg begins after it. Who holds
+        the key of one replica could go on writing such, so that a leg which somebody begins never is the next one.
+        """
+        if self.run.signed_rules is None or last.position.stop == "none":
+            return False
+        return self.begin_after(last.commit.leg + 1, last.commit.round, last.sha256) is None
 
     def doubt(self) -> None:
         """Check all verdicts since the last start or resume from now on, because a record contradicts the commits."""
         if not self.in_doubt:
             self.in_doubt, self._newest = True, None
+            if self.run.signed_rules is not None:  # the leg may have stopped earlier, and its log be shorter
+                self._commits, self._position = [], None
 
     def _kept(self, entry: CommitEntry) -> CommitEntry:
         """`entry`, which also replaces the cached one of its round if its commit contradicts the log (is void)."""
+        round_, author = entry.commit.round, entry.written.by.who
+        self.void_authors.pop(round_, None)
         if entry.void:
-            round_ = entry.commit.round
+            if author is not None:
+                self.void_authors[round_] = author[0]
             self._commit_entries[round_] = entry
             if round_ <= len(self._commits):
                 self._commits[round_ - 1] = entry.commit
@@ -295,10 +317,13 @@ class RunLog(LegRecords):
             if start is None:
                 return ()
             self._position = Position.at_start(start.sha256)
+        known = self._commits
         for entry in self.after(self._position):
-            self._commits.append(entry.commit)
+            if self._commits is not known:
+                return self.commits()  # all verdicts are checked from here on, those of earlier commits too
+            known.append(entry.commit)
             self._position = entry.position
-        return self._commits
+        return known
 
     def each_commit(self) -> Iterator[Commit]:
         """All commits so far, oldest first; none is cached. Raises `RecordInvalid` where the hash chain breaks."""
@@ -321,7 +346,9 @@ class RunLog(LegRecords):
         last = self._newest or (self.as_read(begin.after_round) if begin.after_round else None)
         singles = 0
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
-            last = self._newest = self._concluded(entry, last, derive_verdict=False)
+            if (read := self._concluded(entry, last, derive_verdict=False)) is None:
+                break
+            last = self._newest = read
             singles += 1
             if singles == _PATIENCE and not self.in_doubt:
                 last = self._newest = self._far_ahead(last) or last
@@ -390,7 +417,8 @@ class RunLog(LegRecords):
         last = self._last_of(leg)
         if last is None:
             return self._before_the_first_commit(recorded) if leg == 1 else None
-        if last.commit.stop == "none" and recorded is not None:
+        differs = recorded is not None and recorded.commit_sha256 != last.sha256 and self.run.signed_rules is not None
+        if differs or (last.commit.stop == "none" and recorded is not None):
             self.doubt()  # replicas, which derive every verdict, may have read some commits as void, and so an end
             last = self._last_of(leg) or last
         if last.commit.stop == "none":
@@ -491,7 +519,15 @@ def complete_takes(store: Store) -> dict[int, list[str]]:
     return {round_: sorted(found) for round_, found in takes.items()}
 
 
-def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
+def signer_of(data: bytes) -> By:
+    """The author of what is under a commit's key in a signed run and is none; whoever signed it is named in it."""
+    try:
+        return By.parse(parse_json(data)["by"])
+    except (ValueError, LookupError, TypeError):
+        return NOBODY  # as an operator's key may sign
+
+
+def _entry_of(round_: int, data: bytes, run: Run) -> CommitEntry:
     """The log entry for `data`, the bytes at the key of a round's commit. Raises `RecordTooNew` and `RecordTooOld`."""
     sha256 = sha256_hex(data)
     try:
@@ -499,7 +535,7 @@ def _entry_of(round_: int, data: bytes, config: RunConfig) -> CommitEntry:
     except (RecordTooNew, RecordTooOld):
         raise
     except RecordInvalid as error:
-        return CommitEntry.of_no_commit(round_, sha256, str(error))
+        return CommitEntry.of_no_commit(round_, sha256, str(error), signer_of(data) if run.signed_rules else NOBODY)
     if commit.round != round_:
         return CommitEntry.of_no_commit(round_, sha256, f"it says it is round {commit.round}")
-    return CommitEntry.of(commit, sha256, config)
+    return CommitEntry.of(commit, sha256, run.config)

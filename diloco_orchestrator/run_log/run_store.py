@@ -10,7 +10,7 @@ from pathlib import Path
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256
-from diloco_orchestrator.protocol.key_records import Rotation
+from diloco_orchestrator.protocol.key_records import Rotation, why_no_commit
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.signing.identity import Identity as Identity
 from diloco_orchestrator.signing.identity import PublicIdentity as PublicIdentity
@@ -116,6 +116,11 @@ def rotations_of(store: Store) -> tuple[Rotation, ...]:
     """The rotations (replacements of keys) of the signed run in `store` that were read so far; empty if unsigned."""
     signed = signed_store_in(store)
     return () if signed is None else signed.rotations
+
+
+def may_commit(store: Store, replica_id: int) -> bool:
+    """Whether attempts of a replica may sign commits: False once a rotation of the run's keys names it."""
+    return not why_no_commit(replica_id, rotations_of(store))
 
 
 def follow_rotation(store: Store) -> None:

@@ -12,11 +12,10 @@ from typing import IO
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid, StoreError
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
-from diloco_orchestrator.protocol.key_records import Colleague, Rotation, epoch_of
+from diloco_orchestrator.protocol.key_records import Colleague, Rotation, epoch_of, why_no_commit
 from diloco_orchestrator.protocol.kinds import most_bytes
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.signatures import (
@@ -58,6 +57,7 @@ class _Rules:
     signed_by: SignedBy
     signer: Signer | None
     invited: frozenset[int] = frozenset()  # ids of replicas that strangers run
+    version: int = 1  # of the rules of signed runs
     rotations: tuple[Rotation, ...] = ()  # of the run's keys, as known when the process began
     names: dict[tuple[str, int], str] = field(default_factory=dict)  # of stored objects, by key and take
     several: set[str] = field(default_factory=set)  # keys of which a process without keys has found several right names
@@ -171,7 +171,10 @@ class _Rules:
             return f"its author's key is of epoch {operator.epoch} of the run's keys; a rotation began epoch {epoch}"
         if not isinstance(certificate, Certificate):
             return ""
-        return why_not_by(certificate.who, key, body, is_invited=certificate.replica_id in self.invited)
+        if keys.commit.parse(key) and (why := why_no_commit(certificate.replica_id, self.rotations[: epoch - 1])):
+            return why
+        is_invited = certificate.replica_id in self.invited
+        return why_not_by(certificate.who, key, body, is_invited=is_invited, rules=self.version)
 
     def _is_certified(self, certificate: Certificate | Operator) -> bool:
         operator = certificate.operator if isinstance(certificate, Certificate) else certificate
@@ -246,13 +249,13 @@ class SignedStore(Store):
             run = Run.from_bytes(run_json, keys.RUN)
         except RecordInvalid:
             return  # whoever reads the run says so
-        self._known.append(None if run.signed_by is None else self._rules_of(run.signed_by, sha256, run.config))
+        self._known.append(None if run.signed_by is None else self._rules_of(run, run.signed_by, sha256))
 
-    def _rules_of(self, signed_by: SignedBy, run_sha256: Sha256, config: RunConfig) -> _Rules:
+    def _rules_of(self, run: Run, signed_by: SignedBy, run_sha256: Sha256) -> _Rules:
         """The rules of signing of a run: its rotations of keys, whose signatures are checked, then the keys of this
         process.
         """
-        rules = _Rules(run_sha256, signed_by, None, frozenset(config.invited))
+        rules = _Rules(run_sha256, signed_by, None, frozenset(run.config.invited), run.signed_rules or 1)
         found = {}
         for info in self.beneath.list(keys.KEYS):
             stored = parse_stored(info.key)

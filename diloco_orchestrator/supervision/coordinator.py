@@ -32,6 +32,7 @@ from diloco_orchestrator.supervision.fleet import Fleet
 from diloco_orchestrator.supervision.launch_request import LaunchRequests
 from diloco_orchestrator.supervision.place_book import PlaceBook
 from diloco_orchestrator.supervision.retention import RetentionSweeper
+from diloco_orchestrator.supervision.rotation import halt_for_void_commits
 from diloco_orchestrator.supervision.vendor import Vendor
 
 log = logging.getLogger(__name__)
@@ -82,8 +83,9 @@ class Coordinator:
         self.reader, run_log = reader, reader.log
         attempts = sending.start(reader.attempts.all_numbers)
         begin, numbers = run_log.newest_begin(), attempts.result()
-        self.leg = begin.record.leg
+        self.leg, self._begin = begin.record.leg, begin.record
         self._executor, clock, stamp = means.executor, means.clock, means.stamp
+        self._stamp = stamp
         self._clock = clock
         self._config = run_log.configs.of(self.leg)
         self._policy = AttemptPolicy.of(self._config)
@@ -115,6 +117,7 @@ class Coordinator:
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
+        self._judged_void = False  # whether a replica wrote so many void commits that a halt was asked for
         self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was checked
         self._observed_at, self._watched_since = clock.now(), -math.inf
         self._fleet.tick(stopped=False)  # an earlier coordinator may have died between a record and its call
@@ -199,6 +202,9 @@ class Coordinator:
         if spent := self._budget.enforce(self._clock.now(), self._clock.wall_time()):
             self.stop("halted", f"halt requested: {spent}")
             return
+        self._judged_void = self._judged_void or halt_for_void_commits(
+            self.reader.log, self._begin, coordinator_name(), self._stamp
+        )
         try:
             self._sweeper.step()
         except DilocoError as error:  # a failed deletion must not end the run

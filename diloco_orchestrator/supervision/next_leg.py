@@ -23,7 +23,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import check_not_lost, ensure_default_snapshot
-from diloco_orchestrator.supervision.rotation import begin_epoch, is_asked_for
+from diloco_orchestrator.supervision.rotation import barred_after, begin_epoch, check_failure, due, is_asked_for
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,13 @@ def begin_next_leg(
     """
     begins, url = run_log.begins(), run_log.store.url
     check_not_lost(run_log, begins)
+    check_failure(run_log, begins[-1])
     commits = run_log.commits()
     last = commits[-1] if commits else None
     leg = begins[-1].leg
     if run_log.result(leg) is None and (last is None or last.leg != leg or last.stop == "none"):
         raise ConfigError(f"{url} goes on (leg {leg}): there is nothing to resume. Halt it first, or attach to it.")
-    if is_asked_for(run_log, leg):
+    if is_asked_for(run_log, leg) or due(run_log, begins[-1]):
         begin_epoch(run_log, by, why, stamp)
     start = run_log.start()
     if start is None:
@@ -176,7 +177,8 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
     """Resume the run if the guard has halted its newest leg (start or resume to stop) and `on_halt` allows one more.
 
-    Also if the leg was halted for the run's keys to be replaced, which is done first.
+    Also if the leg was halted for the run's keys to be replaced, which is done first, and if it failed by void commits
+    of replicas that then commit nothing more (`rotation.due`).
 
     Returns the begin record of the new leg, else None. Safe to repeat and to race: of several coordinators one begins
     the leg, and all return its record. If somebody has requested a halt of the leg, none begins.
@@ -185,7 +187,13 @@ def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
     leg = begins[-1].leg
     if is_asked_for(run_log, leg):
         return _begun(run_log, leg, BY_ROTATION, f"the run has new keys: {_reason_to_halt(run_log, leg)}", stamp, {})
+    check_failure(run_log, begins[-1])
     entry = run_log.newest(begins[-1])
+    if entry is not None and (entry.commit.leg, entry.commit.stop) == (leg, "failed"):
+        barred = due(run_log, begins[-1]) | barred_after(run_log, leg)
+        if barred and run_log.halt(leg) is None:
+            why = f"void commits made leg {leg} fail; replicas {sorted(barred)}, which wrote them, commit no more"
+            return _begun(run_log, leg, BY_ROTATION, why, stamp, {})
     if on_halt is None or entry is None or entry.commit.leg != leg or not entry.commit.halted_by_guard:
         return None
     if run_log.halt(leg) is not None:

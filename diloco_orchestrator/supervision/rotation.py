@@ -4,10 +4,16 @@
 """
 
 import logging
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.key_records import Colleague, Rotation
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Begin
+from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -15,6 +21,7 @@ from diloco_orchestrator.run_log.run_store import (
     PublicIdentity,
     follow_rotation,
     key_of_run,
+    may_commit,
     public_key_of,
     rotations_of,
     text_of,
@@ -22,6 +29,79 @@ from diloco_orchestrator.run_log.run_store import (
 from diloco_orchestrator.run_log.writer import Writer
 
 log = logging.getLogger(__name__)
+
+
+def check_failure(run_log: RunLog, begin: Begin) -> None:
+    """Check all verdicts of a leg (start or resume to stop) that has failed, before another leg begins after it.
+
+    Void commits of several authors may have made it fail, and by unchecked verdicts at another round. Only in a signed
+    run with rules about void commits. `begin`: of the newest leg.
+    """
+    run_log.result(begin.leg)  # replicas, which check every verdict, may have written another one
+    last = run_log.newest(begin) if run_log.run.signed_rules is not None else None
+    if last is not None and (last.commit.leg, last.commit.stop) == (begin.leg, "failed"):
+        run_log.doubt()
+
+
+def void_authors(run_log: RunLog, begin: Begin) -> set[int]:
+    """Ids of the replicas whose void commits in a leg (start or resume to stop) cost them the right to commit.
+
+    Those that wrote three or more, and, if the leg failed because three rounds in a row named nobody, those that wrote
+    one of these. Empty for a run without that rule. `begin`: the leg's.
+    """
+    if run_log.run.signed_rules is None or run_log.start() is None:
+        return set()
+    rounds = [each for each in run_log.after(run_log.leg_position(begin)) if each.commit.leg == begin.leg]
+    found = _most_void([each.written.by.who[0] for each in rounds if each.void and each.written.by.who])
+    if rounds and rounds[-1].commit.stop == "failed" and not rounds[-1].commit.by_coordinator:
+        last = [each.written.by.who for each in rounds[-MAX_EMPTY_ROUNDS:] if each.void]
+        found |= {who[0] for who in last if who is not None}
+    return found
+
+
+def _most_void(authors: Iterable[int]) -> set[int]:
+    """Those of `authors`, one for each void commit, that wrote as many as would make a leg fail in a row."""
+    return {each for each, times in Counter(authors).items() if times >= MAX_EMPTY_ROUNDS}
+
+
+def newly_barred(run_log: RunLog, begin: Begin) -> set[int]:
+    """Those of `void_authors` that may still commit; empty where nobody would be left who may.
+
+    `begin`: of the newest leg (start or resume to stop).
+    """
+    found = {each for each in void_authors(run_log, begin) if may_commit(run_log.store, each)}
+    launched = run_log.configs.of(begin.leg).launched
+    return found if any(may_commit(run_log.store, each) for each in launched - found) else set()
+
+
+def due(run_log: RunLog, begin: Begin) -> set[int]:
+    """Ids of the replicas that new keys, which this process can make, would keep from committing. Empty: none are due.
+
+    `begin`: of the newest leg (start or resume to stop).
+    """
+    found = newly_barred(run_log, begin)
+    try:
+        if found:
+            key_of_run(run_log.run, run_log.store, "keeping the authors of void commits from committing")
+    except ConfigError as error:
+        log.warning("replicas %s wrote void commits, and may go on to: %s", sorted(found), error)
+        return set()
+    return found
+
+
+def halt_for_void_commits(run_log: RunLog, begin: Begin, by: str, stamp: Stamp) -> bool:
+    """Request a halt for new keys once a replica has written three void commits in a leg (start or resume to stop).
+
+    Returns whether one has, so that nobody need ask again in the leg; costs no request before. `begin`: the leg's.
+    """
+    authors = [replica_id for round_, replica_id in run_log.void_authors.items() if round_ > begin.after_round]
+    if run_log.run.signed_rules is None or not _most_void(authors):
+        return False
+    if found := due(run_log, begin):
+        why = f"replicas {sorted(found)} wrote {MAX_EMPTY_ROUNDS} void commits or more in leg {begin.leg}"
+        with suppress(ConfigError):  # the leg has ended meanwhile
+            request_halt(run_log, by, why, stamp, new_keys=True)
+    return True
 
 
 def rotate(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation | None:
@@ -46,22 +126,32 @@ def is_asked_for(run_log: RunLog, leg: int) -> bool:
     return halt is not None and halt.new_keys is True and not replaced
 
 
+def barred_after(run_log: RunLog, leg: int) -> set[int]:
+    """Ids of the replicas that the rotation of keys after a leg (start or resume to stop) keeps from committing."""
+    found = [each.no_commits_by or () for each in rotations_of(run_log.store) if each.from_leg == leg + 1]
+    return {replica_id for each in found for replica_id in each}
+
+
 def begin_epoch(run_log: RunLog, by: str, why: str, stamp: Stamp) -> Rotation:
     """Write the record that makes new keys valid for the next leg (start or resume to stop), its rounds and attempts.
 
     The run has stopped. Raises `ConfigError` without the run's own key.
     """
     key = key_of_run(run_log.run, run_log.store, "a rotation of its keys")
-    position, commits = run_log.position(), run_log.commits()
+    begin = run_log.newest_begin().record
+    check_failure(run_log, begin)
+    barred = newly_barred(run_log, begin)
+    commits, position = run_log.commits(), run_log.position()
     epoch = len(rotations_of(run_log.store)) + 2
     record = Rotation(
         **stamp(),
         epoch=epoch,
         names=public_key_of(key.names(epoch)),
-        from_leg=run_log.newest_begin().record.leg + 1,
+        from_leg=begin.leg + 1,
         after_round=commits[-1].round if commits else 0,
         commit_sha256=position.sha256 if commits and position else None,
         attempts={str(id_): numbers[-1] for id_, numbers in AttemptRecords(run_log.store).all_numbers().items()},
+        no_commits_by=tuple(sorted(barred)) or None,
         by=by,
         why=why,
     )

@@ -26,6 +26,7 @@ from diloco_orchestrator.run_log.attempts import AttemptRecords, Authors
 from diloco_orchestrator.run_log.entries import Entry
 from diloco_orchestrator.run_log.reader import read_optional
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import may_commit
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
 
@@ -68,6 +69,12 @@ class Attempt:
     def is_invited(self) -> bool:
         """Whether a stranger runs this replica by an invitation: it contributes, and writes no commit or snapshot."""
         return self.replica_id in self.config.invited
+
+    @functools.cached_property
+    def committing(self) -> set[int]:
+        """Ids of the replicas that may commit rounds: no strangers', and none that wrote void commits in other legs."""
+        ids = set(range(self.config.most_replicas)).difference(self.config.invited)
+        return {each for each in ids if may_commit(self.store, each)}
 
     @property
     def begin(self) -> Begin:

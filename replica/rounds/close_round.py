@@ -99,8 +99,11 @@ class RoundCloser:
             if self._heal_if_unsure():
                 continue
             decision, shared, answers = self._decide()
-            if attempt.is_invited and decision.action is rounds.Action.COMMIT:
-                decision = replace(decision, action=rounds.Action.WAIT)  # for the commit of a replica that is not
+            if attempt.replica_id not in attempt.committing and decision.action is rounds.Action.COMMIT:
+                if attempt.committing <= set(out := self._awaited.out()):
+                    who = f"replicas {sorted(out)} are out, and no other one may commit"
+                    raise QuorumLost(f"round {self._round}: {who}. Look at their logs.", sorted(out))
+                decision = replace(decision, action=rounds.Action.WAIT)  # for the commit of a replica that may
             if decision.action is rounds.Action.COMMIT and waited:
                 if (entry := self._commit_of_others()) is not None:
                     return self._apply(entry, keep_average)
@@ -196,7 +199,11 @@ class RoundCloser:
     def _may_be_committed(self) -> bool:
         """Whether the open round may have a commit though this replica has not seen all responses."""
         own = self._contributor.own
-        if self._attempt.is_invited or own is None or own.attempt != self._attempt.number:
+        if (
+            self._attempt.replica_id not in self._attempt.committing
+            or own is None
+            or own.attempt != self._attempt.number
+        ):
             return True  # another attempt of this replica has responded, whenever that was
         if self._checks.waits_for_reports:
             return True

@@ -295,6 +295,16 @@ def test_a_round_does_not_wait_for_a_replica_that_is_out():
     assert clock.now() - before < 30.0  # the straggler deadline is 130 s ahead
 
 
+def test_who_may_not_commit_leaves_once_all_that_may_are_out():
+    """It waited without end: its round can end, and nobody ends it."""
+    (*_, two), clock = fleet_of(invited=[2], quorum=1, aggregate="mean")
+    be_out(two, 0), be_out(two, 1)
+    clock.advance(20.0)
+    answer(two, 1.0)
+    with pytest.raises(QuorumLost, match=r"replicas \[0, 1\] are out, and no other one may commit"):
+        two.close()
+
+
 def test_a_replica_that_answers_after_it_was_called_out_is_waited_for_again():
     """Whoever may write to the bucket can write that a replica is out; it costs that replica one round."""
     (zero, one, two), clock = fleet_of()

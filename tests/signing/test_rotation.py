@@ -7,23 +7,27 @@ import pytest
 from record_examples import EXAMPLES
 from signed_fleet import KEY, MANIFEST, OTHER_KEY, Fleet
 
+from diloco_orchestrator.config import make_config
 from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.key_records import Rotation, epoch_of
-from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.record_format import By, Stamp
 from diloco_orchestrator.protocol.records import Run
 from diloco_orchestrator.protocol.signatures import named_bytes
 from diloco_orchestrator.protocol.signed_objects import stored_name
+from diloco_orchestrator.protocol.void_commits import no_commit
 from diloco_orchestrator.run_log.append import create_run
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, of_run
+from diloco_orchestrator.run_log.run_store import keep_key, may_commit, of_run
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity
 from diloco_orchestrator.signing.keys import Signer, public_key_of
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
+from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
-from diloco_orchestrator.supervision.rotation import certify
+from diloco_orchestrator.supervision.rotation import begin_epoch, certify
 
 STAMP = Stamp("test", lambda: 0.0)
 ROTATION = Rotation(
@@ -139,6 +143,32 @@ def test_an_operator_rotates_nothing_and_takes_no_name_of_a_rotation():
         fleet.stored.create(name, fleet.sealed(operator, ROTATION.to_bytes(), keys.rotation(2)))
     assert all(SignedStore(fleet.stored, view.environ).rotations == () for view in fleet.views())
     assert fleet.coordinator.create(keys.rotation(2), ROTATION.to_bytes())
+
+
+@pytest.mark.parametrize("authors, barred", [((0, 0, 0), (0,)), ((0, 1, 0), (0, 1)), ((0, 1, 2), None)])
+def test_whoever_wrote_void_commits_that_made_a_leg_fail_commits_no_more_while_somebody_is_left_who_may(
+    authors: tuple[int, ...], barred: tuple[int, ...] | None
+):
+    """Of three replicas."""
+    stored, stamp = MemoryStore("memory://void"), Stamp("test", lambda: 0.0)
+    config = make_config({"entrypoint": "m:f", "replicas": 3})
+    fields = {"run_id": "r", "config": config, "package_version": "0", "signed_by": KEY.signed_by, "signed_rules": 2}
+    log = create_run(SignedStore(stored, {ENV_RUN_KEY: KEY.text()}), Run(**stamp(), **fields), "launch", stamp)
+    attempts = [KEY.operator(log.run_sha256).of_attempt(log.run_sha256, i, 1).text() for i in range(3)]
+    views = [SignedStore(stored, {ENV_ATTEMPT_KEY: text}) for text in attempts]
+    assert views[0].create(keys.START, EXAMPLES["start"].model_copy(update={"run_sha256": log.run_sha256}).to_bytes())
+    start = log.start()
+    assert start is not None
+    previous = start.sha256
+    for round_, author in enumerate(authors, 1):
+        void = no_commit(round_, "test", By((author, 1))).model_copy(update={"previous": previous})
+        assert views[author].create(keys.commit(round_), void.to_bytes())
+        previous = sha256_hex(void.to_bytes())
+    rotation = begin_epoch(RunLog(SignedStore(stored, {ENV_RUN_KEY: KEY.text()})), "user", "test", stamp)
+    assert rotation.no_commits_by == barred
+    later = SignedStore(stored, {})
+    later.get(keys.RUN)
+    assert [may_commit(later, i) for i in range(3)] == [i not in (barred or ()) for i in range(3)]
 
 
 # -- another user -----------------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ class Simulation:
         self._commits = 0
         self._tokens = 0
         stamp = Stamp("founder", lambda: 0.0)
-        run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0", signed_by=self.signed_by)
+        signed = {"signed_by": self.signed_by, "signed_rules": self.signed_by and 2}
+        run = Run(**stamp(), run_id="simulation", config=self.config, package_version="0", **signed)
         create_run(self.bucket, run, "simulate", stamp)
         for round_, data in plan.no_commits:
             self.bucket.create(keys.commit(round_), data)

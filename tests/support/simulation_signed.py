@@ -125,7 +125,8 @@ class SignedSimulation(Simulation):
         bucket, environ = self.bucket, _ENVIRON
         assert isinstance(bucket, SignedBucket)
         if who := re.fullmatch(r"\w+ (\d+)\.(\d+)", clock.world.current.name):
-            operator = KEY.operator(self.run_sha256)
+            epoch = 1 + sum(1 for _ in bucket.list(keys.KEYS))
+            operator = KEY.operator(self.run_sha256, epoch)
             environ = {ENV_ATTEMPT_KEY: operator.of_attempt(self.run_sha256, int(who[1]), int(who[2])).text()}
         self.bucket = _Beneath(bucket)
         try:

@@ -35,7 +35,7 @@ from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.start_records import Start
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry
 from diloco_orchestrator.run_log.reader import read_optional
-from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_log import RunLog, signer_of
 from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.store.base import Store
 
@@ -326,15 +326,14 @@ class _Verifier:
         entry = self._next_of_leg(derived, begin)
         if entry is None:
             return False
-        commit, key = entry.commit, keys.commit(entry.commit.round)
-        self._on_round(commit.round)
+        key = keys.commit(entry.commit.round)
+        self._on_round(entry.commit.round)
         self._check_noted(entry)
-        _check_not_void(key, entry)
-        manifests = self._bases.manifests(commit)
-        check_claims(key, commit, manifests, derived.digest, self._log.run.config.invited, self._done)
-        _check_not_void(key, self._with_verdict(entry, manifests))
+        entry, manifests = self._judged(key, entry, derived)
+        commit = entry.commit
         if entry.void:
-            self._done.notes.append(f"{key} is void and averages nobody: {entry.void}")
+            who = f" {entry.written.by} wrote it." if entry.contradicts else ""
+            self._done.notes.append(f"{key} is void and averages nobody: {entry.void}{who}")
         else:
             self._check_halt(key, commit)
             check_said(key, commit, manifests, self._log.configs.of(begin.leg))
@@ -387,9 +386,19 @@ class _Verifier:
             yield entry.record.from_round
 
     def _check_nothing_after(self, round_: int) -> None:
-        for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_)):
-            if keys.commit.parse(info.key) and read_optional(self._store, info.key) is not None:
-                raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
+        """Raise `Differs` if there is a commit after `round_`, which has none that is of the log.
+
+        In a signed run that rests on what several replicas have signed, of which each follows the log: one alone may
+        have written whatever it likes there, and that is noted.
+        """
+        authors: set[object] = set()
+        for info in self._store.list(keys.ROUNDS, start_after=keys.commit(round_ - 1)):
+            if keys.commit.parse(info.key) and (data := read_optional(self._store, info.key)) is not None:
+                who = signer_of(data).who if self._log.run.signed_rules else None
+                authors.add(who and who[0])
+                if len(authors) > 1 or who is None:
+                    raise Differs(keys.commit(round_), f"is missing, though {info.key} is there")
+                self._done.notes.append(f"{info.key} is of no round of the log: {signer_of(data)} wrote it")
 
     def _with_verdict(self, entry: CommitEntry, manifests: Mapping[int, Contribution | None]) -> CommitEntry:
         """`entry` as a replica reads it, with answers, guard and checks compared with `manifests`: void if they differ.
@@ -401,6 +410,31 @@ class _Verifier:
         checks = self._bases.checks(entry.written)
         read = partial(self._log.conclusions.read, entry, self._last, derive_verdict=True)
         return optional(key, lambda: read(received=received, checks=checks))
+
+    def _judged(
+        self, key: str, entry: CommitEntry, derived: _Derived
+    ) -> tuple[CommitEntry, Mapping[int, Contribution | None]]:
+        """A commit as replicas read it, and the manifests that it names, by replica id: none of one that contradicts
+        the log before it.
+
+        Raises `Differs` for such a one, unless an attempt's key has signed it in a run with rules about that
+        (`Run.signed_rules`).
+        """
+        is_noted = self._log.run.signed_rules is not None and entry.written.by.who is not None
+        try:
+            _check_not_void(key, entry)
+            manifests = self._bases.manifests(entry.commit)
+            check_claims(key, entry.commit, manifests, derived.digest, self._log.run.config.invited, self._done)
+            _check_not_void(key, self._with_verdict(entry, manifests))
+        except Differs:
+            read = partial(self._log.conclusions.read, entry, derive_verdict=True, previous=self._last)
+            judged = entry
+            with suppress(Differs, ObjectMissing):
+                judged = optional(key, read) if is_noted else entry
+            if not is_noted or not judged.contradicts:
+                raise
+            return judged, {}
+        return entry, manifests
 
     def _check_halt(self, key: str, commit: Commit) -> None:
         """Raise `Differs` if a commit halts the run, and neither the guard nor a request or a coordinator did."""

@@ -1,0 +1,228 @@
+"""An insider writes void commits in a signed run: whoever holds the key of one replica, and nothing else of the run.
+
+Runs of the real code on virtual time. The insider spends some rounds, and at most one leg: then its key signs no commit
+any more, and the run goes on to its end. Nobody removes an object, and no reader raises an error.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from simulation_plan import Plan
+from simulation_signed import KEY, SignedSimulation
+from virtual_time import VirtualClock
+
+from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.inspection.status import RunReader
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
+from diloco_orchestrator.protocol.record_format import By, canonical_json, parse_json
+from diloco_orchestrator.protocol.records import Commit, Contribution
+from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, to_text
+from diloco_orchestrator.protocol.signed_objects import stored_name
+from diloco_orchestrator.protocol.weights import norms_after
+from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import rotations_of
+from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY
+from diloco_orchestrator.signing.signed_store import SignedStore
+from diloco_orchestrator.store.memory import MemoryStore
+from diloco_orchestrator.supervision.coordinator import Coordinator, Means
+from diloco_orchestrator.supervision.next_leg import auto_resume
+
+SETTINGS = {"quorum": 2, "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
+SETTINGS |= {"snapshot_every": 2, "retention": {}, "aggregate": "mean"}
+PLAN = Plan(seed=3, replicas=3, rounds=6, paces=(1.0, 1.1, 1.3), settings=SETTINGS)
+INSIDER = 1
+ENVIRON = {ENV_RUN_KEY: KEY.text()}
+Made = Iterator[tuple[int, bytes]]  # round and content
+
+
+class Attacked(SignedSimulation):
+    """A signed run in which replica 1 also commits what `attack` gives, as soon as it can; its user keeps attached."""
+
+    def __init__(self, attack: Callable[["Attacked"], Made], plan: Plan = PLAN, period_s: float = 0.25) -> None:
+        super().__init__(plan)
+        self.attack = attack
+        self.view, self._last = SignedStore(self.bucket.stored, ENVIRON), 0
+        self.view.get(keys.RUN)
+        for number in range(int(150 / period_s)):
+            self.time.at(10.0 + period_s * number, self.strike)
+
+    def strike(self) -> None:
+        if 1 + len(list(self.bucket.stored.list(keys.KEYS))) > self.epoch:
+            self.view.learn_anew()
+            self.view.get(keys.RUN)
+            self._last = self.view.rotations[-1].after_round
+        for round_, body in self.attack(self):
+            self.write(round_, body)
+
+    @property
+    def epoch(self) -> int:
+        return 1 + len(self.view.rotations)
+
+    def write(self, round_: int, body: bytes) -> None:
+        """Create the commit under its first two names, with the keys that the insider's newest attempt has."""
+        attempt = max((each[1] for each in self.replicas if each[0] == INSIDER), default=1)
+        signer = KEY.operator(self.run_sha256, self.epoch).of_attempt(self.run_sha256, INSIDER, attempt)
+        body, key = body.replace(b"attempt 1", b"attempt %d" % attempt), keys.commit(round_)
+        signature = to_text(signer.key.sign(signed_bytes(self.run_sha256, key, body)))
+        for take in (0, 1):
+            name = stored_name(key, take, signer.names[-1].sign(named_bytes(self.run_sha256, key, take)))
+            data = body + Signature(certificate=signer.certificate, signature=signature).line()
+            MemoryStore.create(self.bucket.stored, name, data)
+
+    @property
+    def newest(self) -> tuple[dict[str, Any], bytes] | None:
+        """The fields of the last commit, void or not, and its bytes, once there is one."""
+        with suppress(ObjectMissing):
+            while self.view.get(keys.commit(self._last + 1)):
+                self._last += 1
+        if not self._last:
+            return None
+        data = self.view.get(keys.commit(self._last))
+        return parse_json(data), data
+
+    def _supervise(self, clock: VirtualClock) -> None:
+        means = Means(self.executor(clock), clock, self.stamp(clock))
+        while True:
+            coordinator = Coordinator(RunReader(self.network(clock)), means)
+            while not coordinator.step():
+                clock.sleep(1.0)
+            if auto_resume(RunLog(self.network(clock)), means.stamp) is None:
+                return
+            self.leg = 2
+            self.last_digests.clear()
+
+
+def following(run: Attacked, **change: object) -> tuple[int, dict[str, object]] | None:
+    """Round and fields of a commit that names the last one, with some changed."""
+    if (newest := run.newest) is None or newest[0]["stop"] != "none":
+        return None
+    last, data = newest
+    fields = {"round": last["round"] + 1, "previous": sha256_hex(data), "by": str(By((INSIDER, 1)))}
+    return last["round"] + 1, {**last, **fields, **change}
+
+
+def linked(run: Attacked) -> Made:
+    if (made := following(run, outer_step=99)) is not None:
+        yield made[0], canonical_json(made[1])
+
+
+def unreadable(run: Attacked) -> Made:
+    if (made := following(run, fragment="none")) is not None:
+        yield made[0], canonical_json(made[1])
+
+
+def every_second(run: Attacked) -> Made:
+    if (made := following(run, outer_step=99)) is not None and made[0] % 2:
+        yield made[0], canonical_json(made[1])
+
+
+def ahead(run: Attacked) -> Made:
+    """Of rounds to come, whose record before nobody can know; the second names the first."""
+    if (made := following(run, previous="0" * 64)) is not None:
+        round_, fields = made
+        for more in range(1, 5):
+            body = canonical_json({**fields, "round": round_ + more, "outer_step": 2 + more})
+            fields["previous"] = sha256_hex(body)
+            yield round_ + more, body
+
+
+def later_schema(run: Attacked) -> Made:
+    if (made := following(run, schema_version=3)) is not None:
+        for more in range(3):
+            yield made[0] + more, canonical_json({**made[1], "round": made[0] + more})
+
+
+def false(run: Attacked) -> Made:
+    """What follows from the commits before, and from no manifest: it claims another base than those that it names."""
+    if (made := following(run)) is None:
+        return
+    round_, fields = made
+    norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+    for each in fields["answers"]:
+        try:
+            data = run.view.get(keys.contribution(round_, each["replica_id"]))
+        except ObjectMissing:
+            return
+        said = Contribution.from_bytes(data, "manifest")
+        if said.payload is None:
+            return
+        each |= {name: said.model_dump(mode="json")[name] for name in ("origins", "train_s", "tokens")}
+        each |= {"manifest_sha256": sha256_hex(data), "payload": said.payload.digest, "norm": said.payload.norm}
+    fields |= {"outer_step": fields["outer_step"] + 1, "norms": norms.model_dump(mode="json")}
+    yield round_, canonical_json({**fields, "base_digest": bulk_digest(b"another")})
+
+
+ATTACKS = {attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false)}
+
+
+def played(run: Attacked) -> Attacked:
+    run.play()
+    return run
+
+
+def check(run: Attacked) -> list[Commit]:
+    """The commits of a run that has completed all outer steps, though the insider has spent some rounds of one leg."""
+    commits = list(RunLog(SignedStore(run.bucket.stored, {})).commits())
+    void = [each for each in commits if each.reason.startswith("void")]
+    assert (commits[-1].stop, commits[-1].outer_step) == ("completed", PLAN.rounds)
+    assert all(each.by.who[0] == INSIDER and each.leg == 1 for each in void) and len(void) <= 5
+    later = [each for each in commits if each.leg == 2]
+    assert all(each.by.who[0] != INSIDER for each in later)
+    assert not later or any(INSIDER in [a.replica_id for a in each.answers if a.averaged] for each in later)
+    for environ in (ENVIRON, {}):
+        store = SignedStore(run.bucket.stored, environ)
+        done = verify_run(store)
+        assert done.disagreement is None
+        assert sum("is void" in note for note in done.notes) == len(void)
+        assert RunReader(store).status().state == "completed"
+    return commits
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
+    run = played(Attacked(ATTACKS[attack]))
+    assert check(run)[-1].leg == (1 if attack == "later_schema" else 2)
+    assert set(run.exit_codes.values()) == {0}, "nor does the insider's process, which is honest, try to commit"
+
+
+def rotated_and_begun(run: Attacked) -> tuple[float, float]:
+    """When the new keys were written, and when the leg that they count from."""
+    log = RunLog(SignedStore(run.bucket.stored, {}))
+    (rotation,) = rotations_of(log.store)
+    return rotation.at, log.begin_of(2).record.at
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_dies_at_any_time_around_the_legs_end_leaves_it_to_the_next_one():
+    """Also between the rotation that names the insider and the begin of the next leg."""
+    first, last = rotated_and_begun(played(Attacked(linked)))
+    apart = []
+    for step in range(-1, 9):
+        when = first + step * (last - first) / 7
+        run = Attacked(linked, dataclasses.replace(PLAN, kills=((when, -1),)))
+        rotated, begun = rotated_and_begun(played(run))
+        assert check(run)[-1].leg == 2
+        apart.append(begun - rotated)
+    assert max(apart) > 15.0 > min(apart), "the next coordinator comes after 20 s"
+
+
+def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followed_it():
+    """The insider replaces a commit of the past by one of its own, which its key has signed."""
+    run = played(Attacked(later_schema))
+    commits = RunLog(SignedStore(run.bucket.stored, {})).commits()
+    at = next(each.round for each, after in itertools.pairwise(commits) if each.by != after.by and each.round > 1)
+    assert commits[at - 1].by != commits[at].by
+    fields = {**parse_json(run.bucket.get(keys.commit(at - 1))), "by": str(By((INSIDER, 1))), "reason": "another"}
+    for info in list(run.bucket.stored.list(f"{keys.commit(at - 1)}/")):
+        MemoryStore.delete(run.bucket.stored, info.key)
+    run.write(at - 1, canonical_json(fields))
+    log = RunLog(SignedStore(run.bucket.stored, {}))
+    log.doubt()
+    with pytest.raises(RecordInvalid, match="changed after it was written"):
+        log.commits()
