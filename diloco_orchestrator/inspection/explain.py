@@ -1,5 +1,6 @@
 """Explains in plain words why a run stopped, or that it goes on, and what to do. Pure: input is a `RunStatus`."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -219,6 +220,8 @@ def _fired(
     reason = verdict.reason.removeprefix("latched: ")
     found = next(((meaning, look) for words, meaning, look in _CHANNELS if words in reason), None)
     why = [f"The guard {'paused' if paused else 'halted'} all replicas at this round: {_sentence(reason)}"]
+    if re.search(r"-\d", reason) and not any(row.reward is not None for row in status.rounds):
+        why.append("To the guard higher is better, so that a loss stands in its sentence with a minus.")
     why += [found[0]] if found else []
     why += [*scores, "The round of the verdict was not applied."]
     todo = [found[1]] if found else []
@@ -277,7 +280,8 @@ def _error_of(replica: ReplicaRow) -> tuple[str, str]:
 def _scores(rows: Sequence[RoundRow], best: int | None) -> list[str]:
     scored = [row for row in rows if row.heldout is not None]
     if not scored:
-        return ["No held-out score was ever taken: the kill-switch was off."] if rows else []
+        trained = any(row.applied for row in rows)
+        return ["No held-out score was ever taken: the kill-switch was off."] if trained else []
     first, last = scored[0], scored[-1]
     words = f"Held-out score: {first.heldout:.4f} before round {first.round}"
     if last is not first:

@@ -103,9 +103,10 @@ def _broken(path: Path, how: str) -> RecordInvalid:
 def _summary(facts: CardFacts) -> str:
     tokens = sum(row.tokens for row in facts.rows if row.round <= facts.round)
     outer_steps = next((row.outer_step for row in facts.rows if row.round == facts.round), 0)
+    last = max((row.round for row in facts.rows if row.applied), default=0)  # the final evaluation makes no model
     table = {
         "run": facts.run_id,
-        "round": f"{facts.round} of {len(facts.rows)}",
+        "round": f"{facts.round} of {last}",
         "outer steps": f"{outer_steps}, every {facts.sync_every} inner steps",
         "replicas": str(facts.replicas),
         "tokens": f"{tokens:,}" if tokens else "",

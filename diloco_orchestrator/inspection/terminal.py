@@ -262,7 +262,7 @@ _UNSCORED = "no held-out score is taken: the kill-switch is off"
 
 
 def _is_unscored(status: RunStatus) -> bool:
-    return bool(status.rounds) and all(row.heldout is None for row in status.rounds)
+    return any(row.applied for row in status.rounds) and all(row.heldout is None for row in status.rounds)
 
 
 _BEFORE_TRAINING = ("launching", "starting", "scoring", "training")

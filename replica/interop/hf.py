@@ -142,7 +142,16 @@ class ReplicaCallback(TrainerCallback):  # type: ignore[misc]
             ranks, part, seed = [ctx.ranks], 0, ctx.seed + 1 + ctx.replica_id
         deal = Deal.over(ranks, part, ctx.rank, rollout_steps(self._trainer))
         self._stream = LoaderStream(loader, deal, seed, ended=lambda: self._ended, begin=self._undo_draws)
+        passes = self._passes(ctx.total_steps)
+        if passes is not None and not ctx.rank:
+            whose = "the train dataset" if self._shard else "this replica's dataset"
+            log.info("the run's %d inner steps are %.3g passes over %s", ctx.total_steps, passes, whose)
         return self._stream
+
+    def _passes(self, steps: int) -> float | None:
+        """Passes over the data in `steps` inner steps of each replica; None for a dataset without a length."""
+        assert self._stream is not None
+        return self._stream.passes(steps * self._trainer.args.gradient_accumulation_steps)
 
     def _undo_draws(self) -> None:
         """Restore the state of the random generators at the round's end, before the next batch is made.
@@ -202,7 +211,8 @@ class ReplicaCallback(TrainerCallback):  # type: ignore[misc]
         self._follow_run(kwargs["lr_scheduler"])
         if self.session.step_count % self._ctx._attempt.config.round_steps == 0:
             self._chance = rng.capture()
-        state.epoch = float(self._stream.epoch)
+        passes = self._passes(self.session.step_count)
+        state.epoch = float(self._stream.epoch) if passes is None else passes
         if not going:
             control.should_training_stop = True
         elif state.global_step >= state.max_steps:  # rounds that were not applied are trained again

@@ -102,6 +102,7 @@ class LoaderStream:
         self._ended, self._prepare = ended, begin
         base = _undivided(loader, deal.even)
         self._order, self._chance = DealtOrder(shared=deal.of > deal.ranks), rng.SeparateDraws()
+        self._length = _length_of(base)
         kind = _MapEpochs if _has_indices(base) else _Epochs
         self._epochs: _Epochs = kind(base, deal, self._order, self._chance)
         self._generators = _generators_in(loader)
@@ -121,6 +122,10 @@ class LoaderStream:
     def dealt(self) -> DealtOrder | None:
         """Digests of the order in which replicas share the epoch's batches; None if an old version began the epoch."""
         return self._order if self._unseeded is None else None
+
+    def passes(self, batches: int) -> float | None:
+        """Passes over the data in which this rank takes so many batches; None for a stream without a length."""
+        return None if self._length is None else batches * self._deal.of / self._length
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -303,6 +308,14 @@ class _Filled:
             first = first or list(batch)
             missing = self._sampler.batch_size - len(batch)
             yield [*batch, *islice(cycle(first), missing)] if missing > 0 else batch
+
+
+def _length_of(loader: Any) -> int | None:
+    """The number of batches of a loader; None if it has no length, or an empty one."""
+    try:
+        return len(loader) or None
+    except TypeError:
+        return None
 
 
 def _undivided(loader: Any, even: bool) -> Any:

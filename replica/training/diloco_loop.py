@@ -176,5 +176,8 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     """The parameters with `requires_grad`, in name order. Raises `ModelMismatch` if there is none."""
     parameters = trainable(model)
     if not parameters:
-        raise ModelMismatch("the model has no parameter with requires_grad=True: there is nothing to train.")
+        raise ModelMismatch(
+            "the model has no parameter with requires_grad=True: there is nothing to train. Set it, or load an adapter "
+            "of PEFT with from_pretrained(..., is_trainable=True)."
+        )
     return parameters

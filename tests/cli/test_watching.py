@@ -136,8 +136,8 @@ def test_the_tables_name_the_training_metric_and_give_a_reason_once(failed: tupl
 
 def test_a_run_without_held_out_scores_says_that_the_kill_switch_is_off(failed: tuple[RunStatus, RunStatus]):
     row = RoundRow(**{**dict.fromkeys(f.name for f in fields(RoundRow)), **ROW})
-    for heldout, count in ((None, 1), (0.5, 0)):
-        status = replace(failed[0], rounds=[replace(row, heldout=heldout)])
+    for heldout, applied, count in ((None, True, 1), (0.5, True, 0), (None, False, 0)):  # the last one failed before
+        status = replace(failed[0], rounds=[replace(row, heldout=heldout, applied=applied)])
         out = StringIO()
         console = Console(file=out, width=200)
         console.print(overview(status, 10))

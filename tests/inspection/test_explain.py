@@ -47,6 +47,15 @@ def test_a_fall_of_the_held_out_score_names_metric_round_sigmas_and_what_to_do()
     assert "slow fall" in text and "█" in text
 
 
+def test_the_guards_sentence_about_a_loss_which_has_a_minus_is_explained():
+    reward = played(60, fall=0.04, after=20, rounds=80).status()
+    assert reward.verdict is not None and "minus" not in "\n".join(explain(reward).lines())
+    rows = [replace(row, reward=None, loss=1.0) for row in reward.rounds]
+    below = reward.verdict.reason.replace("best level: ", "best level: -")
+    loss = replace(reward, rounds=rows, verdict=replace(reward.verdict, reason=below))
+    assert "higher is better, so that a loss stands in its sentence with a minus" in "\n".join(explain(loss).lines())
+
+
 def test_an_early_collapse_names_the_round_since_which_the_score_is_down():
     kind, text = told(played(40, fall=0.3, after=2, rounds=80))
     assert kind == "halted by the guard" and "fell after round 1 and has stayed down since round 2" in text

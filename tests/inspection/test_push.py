@@ -66,7 +66,13 @@ def test_a_snapshot_arrives_with_its_card_and_the_outer_state_stays(hub: Loopbac
     assert repository.files["model.safetensors"] == store.get(keys.snapshot(3, "model.safetensors"))
     card, reader = repository.files["README.md"].decode(), RunReader(store)
     entry = reader.log.newest(reader.log.begins()[-1])
-    facts = ["library_name: pytorch", "| run | run-1 |", "| replicas | 2 |", "model.load_state_dict(tensors)"]
+    facts = [
+        "library_name: pytorch",
+        "| run | run-1 |",
+        "| round | 3 of 3 |",
+        "| replicas | 2 |",
+        "model.load_state_dict(tensors)",
+    ]
     assert entry is not None
     for text in (*facts, entry.sha256, reader.log.snapshot(3).base_digest, "![training"):
         assert text in card

@@ -425,6 +425,28 @@ def test_the_callback_alone_does_the_same_and_says_that_the_data_is_dealt(caplog
     assert next(parts)["input_ids"].shape == (2, 12)
 
 
+@pytest.mark.parametrize(("shard", "batches"), [(True, 2), (False, 1)])
+def test_epochs_are_passes_of_all_replicas_over_the_data_and_their_number_is_logged(shard: bool, batches: int, caplog):
+    seen = []
+
+    class Remembers(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(state.epoch)
+
+    def make(folder: str) -> Any:
+        trainer = tiny.plain(folder, dataset=tiny.Rows(40), logging_steps=4, gradient_accumulation_steps=2)
+        trainer.add_callback(Remembers())
+        return trainer
+
+    fleet = fleet_of(replicas=2, quorum=1)
+    with caplog.at_level(logging.INFO), pytest.raises(Killed):
+        attempt(fleet, make, dies_after=9, shard=shard, context=context_of(fleet, 0))
+    per_step = 2 * batches / 20  # of 20 batches
+    assert seen == [4 * per_step, 8 * per_step]
+    whose = "the train dataset" if shard else "this replica's dataset"
+    assert f"the run's 12 inner steps are {12 * per_step:.3g} passes over {whose}" in caplog.text
+
+
 # -- observations -----------------------------------------------------------------------------------------------------
 
 
