@@ -158,7 +158,7 @@ def false(run: Attacked) -> Made:
     yield round_, canonical_json({**fields, "base_digest": bulk_digest(b"another")})
 
 
-def false_then_linked(run: Attacked) -> Made:
+def false_and_more(run: Attacked) -> Made:
     """After three of the former, with which the leg has failed for who reads manifests, one that is void for all."""
     for round_, body in false(run):
         yield round_, body
@@ -169,8 +169,7 @@ def false_then_linked(run: Attacked) -> Made:
 
 
 ATTACKS = {
-    attack.__name__: attack
-    for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_then_linked)
+    attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_and_more)
 }
 
 
