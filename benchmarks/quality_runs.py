@@ -278,7 +278,8 @@ class ProductRun:
     def _heldout(self, round_: int) -> float:
         """The mean over the held-out items of a round's base, in nats. A row's own clips shares that deviate."""
         found = [keys.contribution(round_, i) for i in range(self.arm.settings.get("max_replicas", self.arm.replicas))]
-        there = [key for key in found if any(self.store.list(key))]
+        listed = {info.key for info in self.store.list(keys.contributions(round_))}
+        there = [key for key in found if key in listed]
         manifests = [Contribution.from_bytes(self.store.get(key), key) for key in there]
         by_share = {each.share: each for manifest in manifests for each in manifest.scores}
         sums = [each.sum for each in by_share.values() if each.sum is not None]

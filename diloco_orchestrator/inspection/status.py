@@ -239,8 +239,10 @@ class RunReader:
 
     def rows(self) -> list[RoundRow]:
         """One `RoundRow` per commit, oldest first, all in memory. Raises `RecordInvalid` for a broken hash chain."""
+        start = None
         for commit, row in self._new_rows.with_commits():
-            self._rescale(commit)
+            start = start or self.log.start()  # a LIST each time while few replicas have begun
+            self._rescale(commit, start.record.heldout if start else None)
             self._rows.append(row)
             self._committed_at.append((commit.leg, commit.at))
             self._bases.add(commit, self._begin(commit.leg))
@@ -250,15 +252,14 @@ class RunReader:
             return self.rows()
         return list(self._rows)
 
-    def _rescale(self, commit: Commit) -> None:
+    def _rescale(self, commit: Commit, scored: HeldoutSet | None) -> None:
         """Put the rows before `commit` on the scale of its held-out score, if that has other shares but the same level.
 
-        A share that is scored for the first time changes the mean over all items: no round would show so.
+        A share that is scored for the first time changes the mean over all items: no round would show so. `scored`: the
+        run's held-out items.
         """
-        start = self.log.start()
-        if start is None or start.record.heldout is None or commit.guard is None:
+        if scored is None or commit.guard is None:
             return
-        scored = start.record.heldout
         (level, shift), before = scale_of(commit.guard, scored), self._scale
         if level != before[0]:
             self._since = len(self._rows)

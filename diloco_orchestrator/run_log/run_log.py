@@ -272,10 +272,11 @@ class RunLog(LegRecords):
         unclear = ends or (found.contradicts and not found.unreadable and not found.unlinked)
         if unclear and not derive:
             self.doubt()
-            begin = self.begin_of(previous.commit.leg if previous else 1).record
+            begin, again = self.begin_of(previous.commit.leg if previous else 1).record, previous
             for again in self._each_after(self.leg_position(begin)):
                 if again.commit.round == entry.commit.round:
                     return again
+            ends = ends or (again is not None and self._ends_with(again))  # by its checked verdicts the leg stopped
         if ends:
             self._commit_entries.pop(entry.commit.round, None)  # the next leg may have another one
             return None
@@ -323,7 +324,7 @@ class RunLog(LegRecords):
                 return self.commits()  # all verdicts are checked from here on, those of earlier commits too
             known.append(entry.commit)
             self._position = entry.position
-        return known
+        return known if self._commits is known else self.commits()
 
     def each_commit(self) -> Iterator[Commit]:
         """All commits so far, oldest first; none is cached. Raises `RecordInvalid` where the hash chain breaks."""
@@ -344,9 +345,11 @@ class RunLog(LegRecords):
         if self.start() is None:
             return None
         last = self._newest or (self.as_read(begin.after_round) if begin.after_round else None)
-        singles = 0
+        singles, doubted = 0, self.in_doubt
         while (entry := self.commit(last.commit.round + 1 if last else 1)) is not None:
             if (read := self._concluded(entry, last, derive_verdict=False)) is None:
+                if self.in_doubt and not doubted:
+                    return self.newest(begin)  # `last` was read with unchecked verdicts
                 break
             last = self._newest = read
             singles += 1

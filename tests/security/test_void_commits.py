@@ -158,7 +158,20 @@ def false(run: Attacked) -> Made:
     yield round_, canonical_json({**fields, "base_digest": bulk_digest(b"another")})
 
 
-ATTACKS = {attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false)}
+def false_then_linked(run: Attacked) -> Made:
+    """After three of the former, with which the leg has failed for who reads manifests, one that is void for all."""
+    for round_, body in false(run):
+        yield round_, body
+        before = [parse_json(run.view.get(keys.commit(each))) for each in range(max(1, round_ - 2), round_)]
+        if [each["base_digest"] for each in before] == 2 * [bulk_digest(b"another")]:
+            fields = {**parse_json(body), "round": round_ + 1, "previous": sha256_hex(body), "outer_step": 99}
+            yield round_ + 1, canonical_json(fields)
+
+
+ATTACKS = {
+    attack.__name__: attack
+    for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_then_linked)
+}
 
 
 def played(run: Attacked) -> Attacked:
