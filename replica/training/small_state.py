@@ -132,10 +132,11 @@ class SmallState:
         by_metric = any(isinstance(each, ReduceLROnPlateau) for each in schedules)
         for group, then, now in zip(self._optimizer.param_groups, before, made, strict=True):
             changed = {name: now[name] for name in now.keys() & then.keys() if not _same(now[name], then[name])}
-            if ("initial_lr" in group or by_metric) and float(_peak(then)):
+            height = _peak(group if "initial_lr" in group else then)  # not of `then`, which may never have counted
+            if ("initial_lr" in group or by_metric) and float(height):
                 changed.pop("lr", None)  # the first value of a schedule
                 if not _same(_peak(now), _peak(then)):
-                    share = float(_peak(now)) / float(_peak(then))
+                    share = float(_peak(now)) / float(height)
                     changed["lr"] = group["lr"] * share
                     if "initial_lr" in group and "initial_lr" not in now:  # the schedule is made after `attach`
                         changed["initial_lr"] = group["initial_lr"] * share

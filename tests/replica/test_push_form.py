@@ -211,6 +211,19 @@ def test_a_schedule_that_is_made_after_attach_goes_on_from_a_changed_learning_ra
     assert rates(0.25, 4, text)[1] == rates(0.25, 4)[1]
 
 
+def test_a_rate_that_never_counted_is_no_measure_of_the_next():
+    """Of a run of an earlier version, which did not write what was set, the first change is not seen."""
+    text, rates = "", []
+    for lr, new in ((0.5, False), (0.125, True), (0.25, True)):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        small = SmallState(optimizer, {"schedule": schedule}, new=new)
+        small.load(text, "here")
+        optimizer.step(), schedule.step()
+        rates, text = [*rates, optimizer.param_groups[0]["lr"]], small.encode()
+    assert rates == [0.25, 0.125, 0.03125]
+
+
 def test_the_share_of_a_schedule_that_goes_by_a_metric_is_kept():
     def made(lr: float) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau, SmallState]:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
