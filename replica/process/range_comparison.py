@@ -20,6 +20,7 @@ from diloco_orchestrator.replica.attempt.attempt import differences
 from diloco_orchestrator.replica.process.rerun_result import RerunResult
 from diloco_orchestrator.replica.training.dealt_batches import DEAL
 from diloco_orchestrator.replica.training.dealt_order import ORDER
+from diloco_orchestrator.replica.training.small_state import same_but_for_version
 from diloco_orchestrator.replica.training.tensor_tree import unpack
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.contributions import ContributionReader
@@ -62,6 +63,10 @@ def compare(
     differing = {name for name, (theirs, mine) in _facts(recorded, found).items() if theirs != mine}
     if "state" in differing and same_state(store, recorded, written, found):
         differing.remove("state")
+    if "schedules" in differing and recorded.progress and found.progress:
+        with suppress(RecordInvalid):
+            if same_but_for_version(recorded.progress.stateful, found.progress.stateful):
+                differing.remove("schedules")
     return RerunResult(
         differing=tuple(name for name in (*EXACT, *SAME_CLASS) if name in differing),
         payload=_digest(found.payload),

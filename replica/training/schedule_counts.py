@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco_orchestrator.errors import RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution
-from diloco_orchestrator.replica.training.small_state import stateful_in
+from diloco_orchestrator.replica.training.small_state import stateful_in, torch_schedule
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ def catch_up(
     `of_base`, which made the newest base, had made exactly `published_at` steps, those of the run when such a manifest
     is published. `of_base` is called only where a schedule has made fewer than `inner_steps`.
     """
-    counts = {name: _steps_of(each) for name, each in stateful.items()}
+    schedules = {name: schedule for name, each in stateful.items() if (schedule := torch_schedule(each)) is not None}
+    counts = {name: _steps_of(schedule) for name, schedule in schedules.items()}
     behind = {name: count for name, count in counts.items() if count is not None and count < inner_steps}
     if not behind:
         return False
@@ -45,14 +46,13 @@ def catch_up(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about a schedule that is stepped before its optimizer
             for _ in range(inner_steps - behind[name]):
-                stateful[name].step()
+                schedules[name].step()
     return bool(follow)
 
 
-def _steps_of(given: Any) -> int | None:
-    """The steps that a schedule of torch has made; None for any other object."""
-    counts = isinstance(given, LRScheduler) and not isinstance(given, ReduceLROnPlateau)
-    return _counted(given.state_dict()) if counts else None
+def _steps_of(schedule: LRScheduler) -> int | None:
+    """The steps that a schedule has made; None for one that steps by a metric."""
+    return None if isinstance(schedule, ReduceLROnPlateau) else _counted(schedule.state_dict())
 
 
 def _counted(state: Any) -> int | None:

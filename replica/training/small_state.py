@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
@@ -90,7 +90,7 @@ class SmallState:
         tree = _decode(text, where)
         of_rates = tree if rates is None else _decode(rates, where) if rates else {_OBJECTS: {}}
         for name, each in self._stateful.items():
-            states = (of_rates if isinstance(each, LRScheduler) else tree)[_OBJECTS]
+            states = (of_rates if torch_schedule(each) is not None else tree)[_OBJECTS]
             if name in states:
                 each.load_state_dict(states[name])
         if _GROUPS in of_rates:
@@ -125,21 +125,28 @@ class SmallState:
         A learning rate that follows a schedule stays at the same share of its initial one. `before`: hyperparameters as
         the training function set them when the loaded state was saved; empty if an earlier version saved it.
         """
-        made = self._made or []
+        made = copy.deepcopy(self._made or [])
         if not len(before) == len(made) == len(self._optimizer.param_groups):
             return
-        kept = set()
+        kept, schedules = set(), [each for each in map(torch_schedule, self._stateful.values()) if each is not None]
+        by_metric = any(isinstance(each, ReduceLROnPlateau) for each in schedules)
         for group, then, now in zip(self._optimizer.param_groups, before, made, strict=True):
             changed = {name: now[name] for name in now.keys() & then.keys() if not _same(now[name], then[name])}
-            kept |= {f"{name}={value} instead of {then[name]}" for name, value in changed.items()}
-            if "initial_lr" in changed and float(then["initial_lr"]):
-                changed["lr"] = group["lr"] * float(now["initial_lr"]) / float(then["initial_lr"])
+            height = _peak(group if "initial_lr" in group else then)  # not of `then`, which may never have counted
+            if ("initial_lr" in group or by_metric) and float(height):
+                changed.pop("lr", None)  # the first value of a schedule
+                if not _same(_peak(now), _peak(then)):
+                    share = float(_peak(now)) / float(height)
+                    changed["lr"] = group["lr"] * share
+                    if "initial_lr" in group and "initial_lr" not in now:  # the schedule is made after `attach`
+                        changed["initial_lr"] = group["initial_lr"] * share
+            kept |= {f"{name}={value} instead of {group.get(name)}" for name, value in changed.items()}
             for name, value in changed.items():
                 _set(group, name, value)
         if kept:
             log.info("the training function sets other hyperparameters now, which count: %s", ", ".join(sorted(kept)))
-            for each in self._stateful.values():
-                _follow_rates(getattr(each, "scheduler", each))  # accelerate wraps torch's schedules
+            for each in schedules:
+                _follow_rates(each)
 
     def _states(self, *, small: bool) -> Iterator[tuple[str, Any]]:
         for name, each in sorted(self._stateful.items()):
@@ -156,6 +163,30 @@ def stateful_in(text: str, where: str) -> Mapping[str, Any]:
     return _decode(text, where)[_OBJECTS] if text else {}
 
 
+def same_but_for_version(recorded: str, found: str) -> bool:
+    """Whether a result of `SmallState.encode` in a record says what a new one says, of the same training.
+
+    What the version that wrote the record did not write does not count. Raises `RecordInvalid` for any other text.
+    """
+    if not recorded or not found:
+        return recorded == found
+    then, now = _decode(recorded, "the record"), _decode(found, "the repetition")
+    if _MADE not in then:
+        now.pop(_MADE, None)
+    return pack(then) == pack(now)
+
+
+def torch_schedule(given: Any) -> LRScheduler | None:
+    """The schedule of torch that an object is, or that accelerate has wrapped in it; None for any other object."""
+    inner = given.scheduler if type(given).__name__ == "AcceleratedScheduler" else given
+    return inner if isinstance(inner, LRScheduler) else None
+
+
+def _peak(group: Mapping[str, Any]) -> Any:
+    """The learning rate that a parameter group's schedule takes shares of; the group's own if it has no schedule."""
+    return group.get("max_lr", group.get("initial_lr", group["lr"]))  # `max_lr` is that of a OneCycleLR
+
+
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
         group[name].copy_(value)  # in place: a capturable step reads this tensor
@@ -169,10 +200,8 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _follow_rates(schedule: Any) -> None:
+def _follow_rates(schedule: LRScheduler) -> None:
     """Let a schedule of torch, and those of which it consists, go on from its optimizer's learning rates."""
-    if not isinstance(schedule, LRScheduler):
-        return
     for part in getattr(schedule, "_schedulers", []):
         _follow_rates(part)
     groups = schedule.optimizer.param_groups

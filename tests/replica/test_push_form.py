@@ -10,7 +10,7 @@ from sessions import Counted, constant_steps, context_of
 from tiny_workloads import batch_of, inner_step, mlp
 
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.replica.training.small_state import LIMIT, SmallState
+from diloco_orchestrator.replica.training.small_state import LIMIT, SmallState, same_but_for_version
 from replica.context import ReplicaSession
 
 BATCHES = [batch_of(i) for i in range(40)]
@@ -161,6 +161,89 @@ def test_a_learning_rate_that_the_training_function_changes_counts_and_its_sched
     other, stateful = made(0.25)  # another rank, which has trained, follows rank 0
     SmallState(other, stateful).load(text, "here")
     assert other.param_groups[0]["lr"] == trained.param_groups[0]["lr"]
+
+
+def warmed(optimizer: torch.optim.Optimizer, warmup: int) -> torch.optim.lr_scheduler.LRScheduler:
+    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup)
+    return torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [rising, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [warmup]
+    )
+
+
+def cycled(optimizer: torch.optim.Optimizer, divided_by: int) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=40, div_factor=divided_by)
+
+
+@pytest.mark.parametrize("make", [warmed, cycled])
+def test_another_first_value_of_a_schedule_is_no_other_learning_rate(make):
+    """As of a warm-up that is a share of all steps, in a leg of more of them: a rate that each step multiplies would
+    stay at a share of it for the rest of the run.
+    """
+
+    def trained(first: int, steps: int, text: str = "") -> tuple[str, list[float]]:
+        optimizer = torch.optim.AdamW([torch.zeros(1)], lr=1.0)
+        schedule = make(optimizer, first)
+        small, rates = SmallState(optimizer, {"schedule": schedule}, new=True), []
+        small.load(text, "here")
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return small.encode(), rates
+
+    text, _ = trained(4, steps=20)
+    assert trained(8, 5, text)[1] == pytest.approx(trained(4, 25)[1][20:], rel=1e-3)
+
+
+def test_a_schedule_that_is_made_after_attach_goes_on_from_a_changed_learning_rate():
+    def rates(lr: float, steps: int, text: str = "") -> tuple[str, list[float]]:
+        optimizer, found = torch.optim.SGD([torch.zeros(1)], lr=lr), []
+        small = SmallState(optimizer, {}, new=True)
+        small.load(text, "here")
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return small.encode(), found
+
+    text, _ = rates(0.5, 4)
+    assert rates(0.25, 4, text)[1] == rates(0.25, 4)[1]
+
+
+def test_a_rate_that_never_counted_is_no_measure_of_the_next():
+    """Of a run of an earlier version, which did not write what was set, the first change is not seen."""
+    text, rates = "", []
+    for lr, new in ((0.5, False), (0.125, True), (0.25, True)):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        small = SmallState(optimizer, {"schedule": schedule}, new=new)
+        small.load(text, "here")
+        optimizer.step(), schedule.step()
+        rates, text = [*rates, optimizer.param_groups[0]["lr"]], small.encode()
+    assert rates == [0.25, 0.125, 0.03125]
+
+
+def test_the_share_of_a_schedule_that_goes_by_a_metric_is_kept():
+    def made(lr: float) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau, SmallState]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.25)
+        return optimizer, schedule, SmallState(optimizer, {"schedule": schedule}, new=True)
+
+    _, schedule, small = made(1.0)
+    schedule.step(1.0), schedule.step(1.0)
+    optimizer, _, again = made(0.5)
+    again.load(small.encode(), "here")
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_a_small_state_of_a_version_that_did_not_write_what_was_set_is_the_same_to_an_audit():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    earlier, now = SmallState(optimizer, {}).encode(), SmallState(optimizer, {}, new=True).encode()
+    assert earlier != now and same_but_for_version(earlier, now)
+    assert not same_but_for_version(now, earlier) and not same_but_for_version("", now)
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert not same_but_for_version(earlier, SmallState(optimizer, {}, new=True).encode())
 
 
 def test_step_where_it_cannot_be_meant(tmp_path: Path):

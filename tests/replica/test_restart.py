@@ -176,6 +176,9 @@ SCHEDULES = {
     "sequential": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer, [SCHEDULES["recursive"](optimizer), SCHEDULES["recursive"](optimizer)], [1000]
     ),
+    "accelerate": lambda optimizer: pytest.importorskip(
+        "accelerate.scheduler", reason="the extra [trl] is not installed"
+    ).AcceleratedScheduler(SCHEDULES["closed"](optimizer), optimizer, step_with_optimizer=False),
 }
 
 
