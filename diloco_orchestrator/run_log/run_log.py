@@ -355,6 +355,8 @@ class RunLog(LegRecords):
             singles += 1
             if singles == _PATIENCE and not self.in_doubt:
                 last = self._newest = self._far_ahead(last) or last
+            if self.in_doubt and not doubted:
+                return self.newest(begin)
         if self.snapshot_seen > (last.commit.round if last else 0):  # one was deleted: a segment may hold it
             for entry in self._each_after(last.position if last else self.leg_position(begin)):
                 last = self._newest = entry
@@ -384,7 +386,13 @@ class RunLog(LegRecords):
         return "is missing"
 
     def _far_ahead(self, last: CommitEntry) -> CommitEntry | None:
-        """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid."""
+        """The last commit in a segment (of many rounds) if it is after `last`, and it and the one before are valid.
+
+        In a signed run the last one of those that follow `last`: who holds the key of one replica can sign two that
+        follow each other in rounds to come.
+        """
+        if self.run.signed_rules is not None:
+            return next(iter(deque(self._each_after(last.position), maxlen=1)), None)
         self.segments.refresh()
         far = self.segments.newest_round()
         previous, entry = (self.commit(far - 1), self.commit(far)) if far > last.commit.round + 1 else (None, None)

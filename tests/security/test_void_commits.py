@@ -27,7 +27,7 @@ from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import rotations_of
-from diloco_orchestrator.signing.kept_keys import ENV_RUN_KEY
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
@@ -250,6 +250,23 @@ def test_nobody_is_kept_from_committing_for_having_read_what_was_removed_since()
     void = {each.by.who[0] for each in log.commits() if each.reason.startswith("void")}
     assert void - {INSIDER}, "who reads the log now takes the false round as it is written, and those after it as void"
     assert void_authors(log, log.newest_begin().record) <= {INSIDER}
+
+
+def test_two_commits_of_rounds_to_come_that_follow_each_other_lead_no_reader_ahead():
+    """With a segment, an object of many commits, that names these rounds."""
+    run = played(Attacked(later_schema, dataclasses.replace(PLAN, rounds=11)))
+    fields = {**parse_json(run.bucket.get(keys.commit(11))), "by": str(By((INSIDER, 1))), "previous": "0" * 64}
+    body = canonical_json({**fields, "round": 99, "empty_rounds": 0})
+    run.write(99, body)
+    norms = norms_after(Commit.from_bytes(body, "far"), run.config).model_dump(mode="json")
+    answers = [{**each, "averaged": False} for each in fields["answers"]]
+    fields |= {"round": 100, "previous": sha256_hex(body), "norms": norms, "answers": answers, "applied": False}
+    run.write(100, canonical_json({**fields, "stop": "completed"}))
+    secret = KEY.operator(run.run_sha256).of_attempt(run.run_sha256, INSIDER, 1).text()
+    segment = str(keys.SegmentKey(91, 100, "commits"))
+    assert SignedStore(run.bucket.stored, {ENV_ATTEMPT_KEY: secret}).create(segment, b"{}")
+    log = RunLog(SignedStore(run.bucket.stored, ENVIRON))
+    assert log.newest(log.newest_begin().record).commit.round == 12
 
 
 def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followed_it():
