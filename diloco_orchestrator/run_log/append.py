@@ -66,17 +66,24 @@ def append_commit(log: RunLog, commit: Commit) -> CommitEntry:
 
 
 def request_halt(log: RunLog, by: str, reason: str, stamp: Stamp, new_keys: bool = False) -> None:
-    """Create the request to stop the run after its open round, if missing. Raises `ConfigError` after the stop.
+    """Create the request to stop the run after its open round, if missing.
 
     `new_keys`: whether the process that supervises the run, which is signed, then replaces its keys and begins the next
-    leg (start or resume to stop).
+    leg (start or resume to stop). Raises `ConfigError` after the stop, and for a request that the run stay halted if
+    there is one for new keys.
     """
     leg = log.newest_begin().record.leg
     if (result := log.result(leg)) is not None:
         raise ConfigError(
             f"{log.store.url} has ended already ({result.status}: {result.reason}). There is nothing to halt."
         )
-    Writer(log.store, Role.ANYBODY).create(Halt(**stamp(), leg=leg, by=by, reason=reason, new_keys=new_keys or None))
+    asked = Halt(**stamp(), leg=leg, by=by, reason=reason, new_keys=new_keys or None)
+    created = Writer(log.store, Role.ANYBODY).create(asked) is not None
+    if not (created or new_keys) and (halt := log.halt(leg)) is not None and halt.new_keys:
+        raise ConfigError(
+            f"{log.store.url} halts for new keys already ({halt.reason}), and goes on by itself then: ask again once "
+            f"leg {leg + 1} has begun."
+        )
 
 
 def request_scale(log: RunLog, replicas: int, by: str, stamp: Stamp) -> None:

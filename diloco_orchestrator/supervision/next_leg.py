@@ -17,9 +17,10 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import bases, check_base
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Commit
+from diloco_orchestrator.protocol.records import Begin, Commit, Halt
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import may_commit
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import check_not_lost, ensure_default_snapshot
@@ -65,12 +66,17 @@ def begin_next_leg(
     leg = begins[-1].leg
     if run_log.result(leg) is None and (last is None or last.leg != leg or last.stop == "none"):
         raise ConfigError(f"{url} goes on (leg {leg}): there is nothing to resume. Halt it first, or attach to it.")
-    if is_asked_for(run_log, leg) or due(run_log, begins[-1]):
+    config, barred = _config(run_log, begins[-1], change or {}, override_guard, guard or {}), due(run_log, begins[-1])
+    if not any(may_commit(run_log.store, each) for each in config.launched - barred):
+        raise ConfigError(
+            f"replicas {sorted(config.launched)} of {url} wrote void commits, and commit no more: with nobody else no "
+            "round would end. Resume it with more replicas."
+        )
+    if barred or is_asked_for(run_log, leg):
         begin_epoch(run_log, by, why, stamp)
     start = run_log.start()
     if start is None:
         raise NoSuchRun(f"no replica of {url} ever brought a model: start a new run instead.")
-    config = _config(run_log, begins[-1], change or {}, override_guard, guard or {})
     if start.record.strangers_rules and (unscored := why_never_scored(config)):
         raise ConfigError(f"strangers' contributions to {url} are scored before they are averaged, but {unscored}.")
     known = bases(commits, begins)
@@ -178,25 +184,28 @@ def auto_resume(run_log: RunLog, stamp: Stamp) -> Begin | None:
     """Resume the run if the guard has halted its newest leg (start or resume to stop) and `on_halt` allows one more.
 
     Also if the leg was halted for the run's keys to be replaced, which is done first, and if it failed by void commits
-    of replicas that then commit nothing more (`rotation.due`).
+    of replicas that then commit nothing more (`rotation.due`); not if anything else stopped such a leg meanwhile.
 
     Returns the begin record of the new leg, else None. Safe to repeat and to race: of several coordinators one begins
     the leg, and all return its record. If somebody has requested a halt of the leg, none begins.
     """
     on_halt, begins = run_log.run.config.on_halt, run_log.begins()
     leg = begins[-1].leg
-    if is_asked_for(run_log, leg):
-        return _begun(run_log, leg, BY_ROTATION, f"the run has new keys: {_reason_to_halt(run_log, leg)}", stamp, {})
     check_failure(run_log, begins[-1])
-    entry = run_log.newest(begins[-1])
-    if entry is not None and (entry.commit.leg, entry.commit.stop) == (leg, "failed"):
+    entry, halt = run_log.newest(begins[-1]), run_log.halt(leg)
+    if entry is None or entry.commit.leg != leg:
+        return None
+    for_keys = halt is not None and halt.new_keys is True
+    if halt is not None and for_keys and _obeys(entry.commit, halt):
+        return _begun(run_log, leg, BY_ROTATION, f"the run has new keys: {halt.reason}", stamp, {})
+    if entry.commit.stop == "failed" and not entry.commit.by_coordinator and (halt is None or for_keys):
         barred = due(run_log, begins[-1]) | barred_after(run_log, leg)
-        if barred and run_log.halt(leg) is None:
+        if barred:
             why = f"void commits made leg {leg} fail; replicas {sorted(barred)}, which wrote them, commit no more"
             return _begun(run_log, leg, BY_ROTATION, why, stamp, {})
-    if on_halt is None or entry is None or entry.commit.leg != leg or not entry.commit.halted_by_guard:
+    if on_halt is None or not entry.commit.halted_by_guard:
         return None
-    if run_log.halt(leg) is not None:
+    if halt is not None and not for_keys:
         log.warning("leg %d was asked to halt: on_halt begins no other leg", leg)
         return None
     done = sum(begin.by == BY_AUTO_RESUME for begin in begins)
@@ -222,9 +231,11 @@ def _begun(run_log: RunLog, leg: int, by: str, why: str, stamp: Stamp, change: M
     return begin
 
 
-def _reason_to_halt(run_log: RunLog, leg: int) -> str:
-    halt = run_log.halt(leg)
-    return "" if halt is None else halt.reason
+def _obeys(commit: Commit, halt: Halt) -> bool:
+    """Whether a commit stopped its leg for the request `halt`: neither the guard did, nor a coordinator for a limit."""
+    if commit.stop != "halted" or commit.halted_by_guard:
+        return False
+    return not commit.by_coordinator or commit.reason in (halt.reason, f"halt requested: {halt.reason}")
 
 
 def _reason(commit: Commit) -> str:

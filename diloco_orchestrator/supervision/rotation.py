@@ -5,10 +5,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol.key_records import Colleague, Rotation
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -16,6 +16,7 @@ from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.protocol.rounds import MAX_EMPTY_ROUNDS
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.attempts import AttemptRecords
+from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import (
     PublicIdentity,
@@ -51,12 +52,33 @@ def void_authors(run_log: RunLog, begin: Begin) -> set[int]:
     """
     if run_log.run.signed_rules is None or run_log.start() is None:
         return set()
-    rounds = [each for each in run_log.after(run_log.leg_position(begin)) if each.commit.leg == begin.leg]
+    found = _void_authors(each for each in run_log.after(run_log.leg_position(begin)) if each.commit.leg == begin.leg)
+    return found and found & _void_authors(_derived(run_log, begin))  # which costs a GET for each manifest
+
+
+def _void_authors(commits: Iterable[CommitEntry]) -> set[int]:
+    """Ids of the replicas of which `void_authors` speaks, by `commits`, those of the leg."""
+    rounds = list(commits)
     found = _most_void([each.written.by.who[0] for each in rounds if each.void and each.written.by.who])
     if rounds and rounds[-1].commit.stop == "failed" and not rounds[-1].commit.by_coordinator:
         last = [each.written.by.who for each in rounds[-MAX_EMPTY_ROUNDS:] if each.void]
         found |= {who[0] for who in last if who is not None}
     return found
+
+
+def _derived(run_log: RunLog, begin: Begin) -> Iterator[CommitEntry]:
+    """The commits of a leg as replicas read them, up to the first one whose manifests are not there any more.
+
+    What follows is no evidence against its author: who may delete could remove what shows that a commit of its own is
+    void, after honest replicas have read it.
+    """
+    try:
+        for each in run_log.after(run_log.leg_position(begin), derive_verdicts=True):
+            if each.commit.leg != begin.leg:
+                return
+            yield each
+    except (ObjectMissing, RecordInvalid) as error:
+        log.warning("void commits of leg %d after what is missing count for nobody: %s", begin.leg, error)
 
 
 def _most_void(authors: Iterable[int]) -> set[int]:

@@ -32,6 +32,7 @@ from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
 from diloco_orchestrator.supervision.next_leg import auto_resume
+from diloco_orchestrator.supervision.rotation import void_authors
 
 SETTINGS = {"quorum": 2, "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
 SETTINGS |= {"snapshot_every": 2, "retention": {}, "aggregate": "mean"}
@@ -158,7 +159,7 @@ def false(run: Attacked) -> Made:
     yield round_, canonical_json({**fields, "base_digest": bulk_digest(b"another")})
 
 
-def false_then_linked(run: Attacked) -> Made:
+def false_and_more(run: Attacked) -> Made:
     """After three of the former, with which the leg has failed for who reads manifests, one that is void for all."""
     for round_, body in false(run):
         yield round_, body
@@ -169,8 +170,7 @@ def false_then_linked(run: Attacked) -> Made:
 
 
 ATTACKS = {
-    attack.__name__: attack
-    for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_then_linked)
+    attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_and_more)
 }
 
 
@@ -223,6 +223,33 @@ def test_a_coordinator_that_dies_at_any_time_around_the_legs_end_leaves_it_to_th
         assert check(run)[-1].leg == 2
         apart.append(begun - rotated)
     assert max(apart) > 15.0 > min(apart), "the next coordinator comes after 20 s"
+
+
+class Framed(Attacked):
+    """The insider may delete, too: it commits a false round, and removes what shows that once others have read it."""
+
+    def strike(self) -> None:
+        super().strike()
+        for round_ in range(2, self._last + 1):
+            later = [keys.contribution(round_ + 1, each) for each in range(3)]
+            is_false = parse_json(self.view.get(keys.commit(round_)))["base_digest"] == bulk_digest(b"another")
+            if is_false and all(list(self.bucket.stored.list(f"{each}/")) for each in later):
+                for info in list(self.bucket.stored.list(f"{keys.contribution(round_, INSIDER)}/")):
+                    MemoryStore.delete(self.bucket.stored, info.key)
+
+
+def once(run: Attacked) -> Made:
+    return iter(()) if run._last > 1 else false(run)
+
+
+def test_nobody_is_kept_from_committing_for_having_read_what_was_removed_since():
+    run = Framed(once)
+    with suppress(ObjectMissing):  # the coordinator cannot write the last snapshot
+        run.play()
+    log = RunLog(SignedStore(run.bucket.stored, ENVIRON))
+    void = {each.by.who[0] for each in log.commits() if each.reason.startswith("void")}
+    assert void - {INSIDER}, "who reads the log now takes the false round as it is written, and those after it as void"
+    assert void_authors(log, log.newest_begin().record) <= {INSIDER}
 
 
 def test_a_log_that_was_changed_is_still_noticed_where_two_replicas_have_followed_it():

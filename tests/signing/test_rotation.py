@@ -15,18 +15,21 @@ from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.key_records import Rotation, epoch_of
 from diloco_orchestrator.protocol.record_format import By, Stamp
 from diloco_orchestrator.protocol.records import Run
+from diloco_orchestrator.protocol.rounds import Stop
 from diloco_orchestrator.protocol.signatures import named_bytes
 from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.protocol.void_commits import no_commit
-from diloco_orchestrator.run_log.append import create_run
+from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
-from diloco_orchestrator.run_log.run_store import keep_key, may_commit, of_run
+from diloco_orchestrator.run_log.run_store import keep_key, may_commit, of_run, rotations_of
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity
 from diloco_orchestrator.signing.keys import Signer, public_key_of
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
+from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
+from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 from diloco_orchestrator.supervision.rotation import begin_epoch, certify
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -145,13 +148,10 @@ def test_an_operator_rotates_nothing_and_takes_no_name_of_a_rotation():
     assert fleet.coordinator.create(keys.rotation(2), ROTATION.to_bytes())
 
 
-@pytest.mark.parametrize("authors, barred", [((0, 0, 0), (0,)), ((0, 1, 0), (0, 1)), ((0, 1, 2), None)])
-def test_whoever_wrote_void_commits_that_made_a_leg_fail_commits_no_more_while_somebody_is_left_who_may(
-    authors: tuple[int, ...], barred: tuple[int, ...] | None
-):
-    """Of three replicas."""
+def run_with_void_commits(authors: tuple[int, ...] = (), **replicas: int) -> RunLog:
+    """The log of a signed run of three replicas, as its launcher reads it. `authors`: of its commits, all void."""
     stored, stamp = MemoryStore("memory://void"), Stamp("test", lambda: 0.0)
-    config = make_config({"entrypoint": "m:f", "replicas": 3})
+    config = make_config({"entrypoint": "m:f", "replicas": 3, **replicas})
     fields = {"run_id": "r", "config": config, "package_version": "0", "signed_by": KEY.signed_by, "signed_rules": 2}
     log = create_run(SignedStore(stored, {ENV_RUN_KEY: KEY.text()}), Run(**stamp(), **fields), "launch", stamp)
     attempts = [KEY.operator(log.run_sha256).of_attempt(log.run_sha256, i, 1).text() for i in range(3)]
@@ -164,11 +164,46 @@ def test_whoever_wrote_void_commits_that_made_a_leg_fail_commits_no_more_while_s
         void = no_commit(round_, "test", By((author, 1))).model_copy(update={"previous": previous})
         assert views[author].create(keys.commit(round_), void.to_bytes())
         previous = sha256_hex(void.to_bytes())
-    rotation = begin_epoch(RunLog(SignedStore(stored, {ENV_RUN_KEY: KEY.text()})), "user", "test", stamp)
+    return RunLog(SignedStore(stored, {ENV_RUN_KEY: KEY.text()}))
+
+
+@pytest.mark.parametrize("authors, barred", [((0, 0, 0), (0,)), ((0, 1, 0), (0, 1)), ((0, 1, 2), None)])
+def test_whoever_wrote_void_commits_that_made_a_leg_fail_commits_no_more_while_somebody_is_left_who_may(
+    authors: tuple[int, ...], barred: tuple[int, ...] | None
+):
+    """Of three replicas."""
+    log = run_with_void_commits(authors)
+    stored = getattr(log.store, "beneath", log.store)
+    rotation = begin_epoch(log, "user", "test", STAMP)
     assert rotation.no_commits_by == barred
     later = SignedStore(stored, {})
     later.get(keys.RUN)
     assert [may_commit(later, i) for i in range(3)] == [i not in (barred or ()) for i in range(3)]
+
+
+def test_no_leg_begins_in_which_no_replica_could_commit():
+    log = run_with_void_commits((0, 0, 0), max_replicas=4)
+    how = {"rounds": None, "from_round": None, "by": "user", "why": "test", "stamp": STAMP}
+    with pytest.raises(ConfigError, match="Resume it with more replicas"):
+        begin_next_leg(log, **how, change={"replicas": 1})
+    assert rotations_of(log.store) == ()
+
+
+@pytest.mark.parametrize("stop, why", [("halted", "max_cost_usd=5 is reached"), ("failed", "replica 0 failed 4 times")])
+def test_a_leg_that_something_else_stops_before_the_halt_for_new_keys_is_not_followed_by_itself(stop: Stop, why: str):
+    log = run_with_void_commits()
+    request_halt(log, "user", "a key leaked", STAMP, new_keys=True)
+    EndOfLeg(log, log.newest_begin(), STAMP).commit_stop(stop, why)
+    assert auto_resume(RunLog(log.store), STAMP) is None
+    assert rotations_of(log.store) == () and log.newest_leg() == 1
+
+
+def test_who_halts_a_run_that_halts_for_new_keys_reads_that_it_goes_on():
+    log = run_with_void_commits()
+    for _ in range(2):
+        request_halt(log, "user", "a key leaked", STAMP, new_keys=True)
+    with pytest.raises(ConfigError, match="ask again once leg 2 has begun"):
+        request_halt(log, "user", "lunch", STAMP)
 
 
 # -- another user -----------------------------------------------------------------------------------------------------
