@@ -14,7 +14,7 @@ import random
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -197,7 +197,7 @@ class Simulation:
             self.time.spawn("another coordinator", self._supervise, at=when)
         for when, round_, replica_id in self.plan.rots:
             self.time.at(when, lambda r=round_, i=replica_id: self.bucket.rot(r, i))
-        with machines_of(self), _one_torch_thread():
+        with machines_of(self):
             self.time.run(limit_s=DAY_S)
             if self.plan.next_leg is not None and RunLog(self.bucket).start() is not None:
                 self._begin_next_leg()
@@ -510,18 +510,6 @@ class SimExecutor(ServerlessExecutor):
             raise ExecutorError("never launched")
         if process.stopped_until <= self._simulation.time.now:  # one that hangs cannot be reached
             self._simulation.time.kill(process)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Context in which a run is the same on every machine: how many calls run beside each other follows from torch's
-    number of threads, and so does the order in which faults are drawn."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 _undisturbed: dict[str, list[str | None]] = {}

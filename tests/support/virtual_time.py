@@ -11,6 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
+from diloco_orchestrator.allreduce.threads import _openmp
+
 T = TypeVar("T")
 
 
@@ -58,7 +62,11 @@ class Process:
 
 
 class _Worker:
-    """A real thread that runs one virtual thread after the other: starting one takes longer than most of them do."""
+    """A real thread that runs one virtual thread after the other: starting one takes longer than most of them do.
+
+    Torch has one thread in it. How many calls run beside each other follows from that number, and so does the order in
+    which faults are drawn: a run is the same on every machine, after whatever has run before.
+    """
 
     idle: ClassVar[list["_Worker"]] = []
 
@@ -76,6 +84,9 @@ class _Worker:
         process.worker.turn.release()
 
     def _loop(self) -> None:
+        torch.get_num_threads()  # its first call in a thread sets that thread's number
+        if (set_threads := _openmp()) is not None:
+            set_threads(1)
         while True:
             self.turn.acquire()
             assert self.work is not None
