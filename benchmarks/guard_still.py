@@ -101,7 +101,7 @@ HEALTHY: dict[str, Callable[[Rng, int], Runs]] = {
     "a reward that is won in round 10 to 40, 64 items": lambda r, n: won(64, (10, 40), r, n),
     **{
         f"easier data, whose reward is won at once, {count} items": lambda r, n, c=count: won(c, (30, 100), r, n, 0.7)
-        for count in (16, 64)
+        for count in (16, 64, 256)
     },
     "a cosine to 0, 16 and 16 items": lambda r, n: schedule(16, 16, r, n),
     "a cosine to 0, 64 and 512 items": lambda r, n: schedule(64, 512, r, n),
