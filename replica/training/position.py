@@ -96,7 +96,7 @@ class DataCursor:
         """
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
-        self._set_epoch()  # first: data may take a state for one of the epoch that it was told
+        self._set_epoch()  # first: `datasets` ignores a state of another epoch than the set one
         if self._stateful and "state" in position:
             self._data.load_state_dict(position["state"])  # type: ignore[attr-defined]
             self._batches = position["batches"]
