@@ -51,6 +51,7 @@ class EndOfLeg:
             if self._log.start() is None:
                 self._write_result(stop, why)  # without start.json no commit can be chained
                 return
+            self._log.check_newest(self._begin)
             last = self._last()
             if last is not None and last.commit.stop != "none":
                 return  # a replica stopped the leg since `reached` was asked
