@@ -62,7 +62,9 @@ class OpenDeal:
                 self._read = _merged([*self._read, *trained])
         for who in [who for who in self._dealt if who[0] <= commit.round - self._awaited]:
             self._lapsed[who] = self._dealt.pop(who)
-        self._lapsed = {who: deal for who, deal in self._lapsed.items() if who[0] > commit.round - _KNOWN * self._awaited}
+        self._lapsed = {
+            who: deal for who, deal in self._lapsed.items() if who[0] > commit.round - _KNOWN * self._awaited
+        }
         self.round, self._roster = commit.round, commit.roster
         self._deal()
 
