@@ -338,7 +338,7 @@ _BY_WAITING = {
 }
 
 
-# Reasons why a container waits that pass by themselves: None of one whose node has not looked at it yet.
+# Reasons why a container waits that pass by themselves: None: its node has not reported it yet.
 _BEGINS = (None, "ContainerCreating", "PodInitializing")
 
 # The form of an image that was pulled. One that was loaded on its node has an id without a name.
