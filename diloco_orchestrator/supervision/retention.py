@@ -30,6 +30,9 @@ class RetentionPlan:
     objects: list[ObjectInfo] = field(default_factory=list)
     kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why it is kept
     horizon: int = 0  # payloads of later rounds stay
+    # Each replica's newest contribution of each fragment, by (replica id, fragment), and the leg from which they count.
+    newest: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    leg: int = 0
 
     @property
     def size(self) -> int:
@@ -38,12 +41,12 @@ class RetentionPlan:
 
 
 def plan(
-    run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
+    run_log: RunLog, retention: RetentionConfig, earlier: RetentionPlan | None = None, scores: BaseScores | None = None
 ) -> RetentionPlan:
     """The objects that may be deleted now under the settings `retention`.
 
-    `after_round`: payloads of rounds up to this one are left out, because an earlier sweep has deleted them. `scores`:
-    the held-out scores of all commits; None: read every commit.
+    `earlier`: the plan before, whose objects are deleted; rounds up to its horizon are not listed again. `scores`:
+    held-out scores of all commits; None: read every commit.
     """
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
@@ -62,12 +65,12 @@ def plan(
             made.objects += _snapshot_objects(store, round_)
     ended = scores.last is not None and scores.last.stop != "none"
     if retention.snapshots is not None and len(safe) >= SAFE_SNAPSHOTS and ended:
-        made.objects += _orphans(store, snapshots, before=safe[0])
+        made.objects += _orphans(store, set(snapshots), before=safe[0])
     if retention.payloads == "needed" and len(safe) >= SAFE_SNAPSHOTS:
-        made.horizon = safe[0]
-        newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins)
-        made.objects += _payloads(run_log, made.horizon, newest, after_round)
-        made.objects += _states(store, run_log.run.config.most_replicas, made, newest)
+        made.horizon, made.leg = safe[0], begins[-1].leg
+        made.newest = _newest_contributions(run_log, last, begins, earlier)
+        made.objects += _payloads(run_log, made.horizon, made.newest, earlier.horizon if earlier else 0)
+        made.objects += _states(store, run_log.run.config.most_replicas, made)
     return made
 
 
@@ -132,7 +135,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 
-def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
+def _orphans(store: Store, complete: Collection[int], before: int) -> Iterator[ObjectInfo]:
     """Files of incomplete snapshots, left by an interrupted writer or deletion. Only for a stopped run.
 
     `complete`: rounds with a complete snapshot. `before`: only snapshots of rounds before this one.
@@ -144,22 +147,26 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 
 
 def _newest_contributions(
-    run_log: RunLog, last: int, fragments: Collection[int], begins: Sequence[Begin]
+    run_log: RunLog, last: int, begins: Sequence[Begin], earlier: RetentionPlan | None
 ) -> dict[tuple[int, int], Contribution]:
     """Each replica's newest contribution of each fragment, by (replica id, fragment).
 
     They are kept, because unaveraged work is added to the next contribution, and they name the newest states and
-    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base. `last`:
-    round of the last commit. `begins`: all start and resume records.
+    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base; those up
+    to the horizon of an `earlier` plan of this leg were: a replica that is away would have a long run listed each time.
+    `last`: round of the last commit. `begins`: all start and resume records.
     """
-    newest: dict[tuple[int, int], Contribution] = {}
-    begin = begins[-1]
-    before = leg_of_base(begins[:-1], begin.from_round)
-    led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
+    begin, start = begins[-1], run_log.start()
+    if earlier is not None and earlier.leg == begin.leg:
+        newest, rounds = dict(earlier.newest), [*range(last + 1, max(begin.after_round, earlier.horizon), -1)]
+    else:
+        before = leg_of_base(begins[:-1], begin.from_round)
+        led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
+        newest, rounds = {}, [*range(last + 1, begin.after_round, -1), *led_to_it]
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
     for replica_id in range(run_log.run.config.most_replicas):
-        missing = set(fragments)
-        for round_ in (*range(last + 1, begin.after_round, -1), *led_to_it):
+        missing = set(range(len(start.record.synced_fragments))) if start else set()
+        for round_ in rounds:
             if not missing:
                 break
             if replica_id not in listing.authors(round_):
@@ -219,15 +226,13 @@ def _authors(store: Store, round_: int) -> set[int]:
     return {found[1] for found in parsed if found is not None}
 
 
-def _states(
-    store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
-) -> Iterator[ObjectInfo]:
+def _states(store: Store, replicas: int, made: RetentionPlan) -> Iterator[ObjectInfo]:
     """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest.
 
     The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
     """
     for replica_id in range(replicas):
-        newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}
+        newest_rounds = {m.round for (owner, _), m in made.newest.items() if owner == replica_id}
         last = max(newest_rounds, default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_round(info.key)
@@ -251,7 +256,8 @@ class RetentionSweeper:
         self._scores = BaseScores()
         self._position: Position | None = None
         self._queue: list[ObjectInfo] = []
-        self._seen, self._planned_at = 0, 0  # rounds
+        self._made: RetentionPlan | None = None  # the last plan
+        self._planned_at = 0  # round
 
     def step(self, most: int = 50) -> None:
         """Delete at most `most` objects. A new plan is made after every `snapshot_every` rounds."""
@@ -262,9 +268,9 @@ class RetentionSweeper:
         del self._queue[:most]
         last = self._fold()
         if not self._queue and last >= self._planned_at + self._log.run.config.snapshot_every:
-            made = plan(self._log, self._retention, self._seen, self._scores)
-            self._queue, self._seen, self._planned_at = made.objects, made.horizon, last
-            self._scores.forget(but=sorted(made.kept_snapshots))
+            self._made = plan(self._log, self._retention, self._made, self._scores)
+            self._queue, self._planned_at = self._made.objects, last
+            self._scores.forget(but=sorted(self._made.kept_snapshots))
 
     def _fold(self) -> int:
         """Add the held-out scores in new commits; returns the round of the last one."""
