@@ -443,6 +443,24 @@ def test_a_job_cancelled_in_its_queue_is_cancelled_for_everybody(rig: Kubernetes
     assert cluster.machines("contract-run") == 0
 
 
+def test_a_job_that_its_queue_suspended_again_leaves_the_queue_to_the_next_attempt(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
+    """As Kueue preempts: its pod is told to end. Were the Job let in again, its pod would only find itself replaced."""
+    executor = rig.executor(queue="gpus")
+    first, other = executor.launch(request_of(_STAY)), executor.launch(request_of(_STAY, replica_id=1))
+    cluster.unsuspend(first.native["job"])
+    wait_until(lambda: "here" in list(executor.logs(first)), "it has started")
+    cluster.unsuspend(first.native["job"], back=True)
+    second = executor.launch(request_of(_STAY, attempt=2))
+    left = [each.native["job"] for each in executor.find("contract-run")]
+    assert left == [second.native["job"], other.native["job"]]
+    cluster.unsuspend(second.native["job"])
+    wait_until(lambda: executor.poll(second).state is ReplicaState.RUNNING, "the second runs")
+    executor.launch(request_of(_STAY, attempt=3))
+    assert len(executor.find("contract-run")) == 3  # one that runs is not ended by a launch
+
+
 def test_a_job_cancelled_before_a_node_was_found_ends(rig: KubernetesRig, cluster: LoopbackKubernetes):
     cluster.holding = True
     handle = rig.executor().launch(request_of(_STAY))

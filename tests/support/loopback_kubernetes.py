@@ -115,10 +115,10 @@ class LoopbackKubernetes:
             for key in [key for key, each in self._objects.items() if job in (each["metadata"]["name"], _owner(each))]:
                 del self._objects[key]
 
-    def unsuspend(self, job: str) -> None:
-        """What Kueue does when there is room."""
+    def unsuspend(self, job: str, back: bool = False) -> None:
+        """What Kueue does when there is room; `back`: when the room is another's."""
         with self._lock:
-            self._find("jobs", job)["spec"]["suspend"] = False
+            self._find("jobs", job)["spec"]["suspend"] = back
 
     def machines(self, run: str) -> int:
         """How many processes it started for a run, those it is about to start included."""
