@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # `Begin.by` of the legs that begin here. Those of the first are counted by it, whichever coordinator began them.
 BY_AUTO_RESUME, BY_ROTATION = "on_halt", "rotation"
+BY_ITSELF = (BY_AUTO_RESUME, BY_ROTATION)  # whose legs have the budget of the one before
 
 
 def begin_next_leg(
