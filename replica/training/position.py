@@ -132,6 +132,8 @@ class TrainingPosition:
         self._resumed = progress
         if progress is not None:
             self._metrics.resume(progress)
+        if self._batches is not None:
+            self._batches.forget_steps()
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:
