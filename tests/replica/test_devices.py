@@ -320,9 +320,9 @@ def unfreeze(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (to_bf16, "'0.weight' was float32 at ctx.attach and is bfloat16 now.*Call model.to"),
-        (replace_head, "'2.weight' was replaced after ctx.attach"),
-        (unfreeze, "'0.bias' is trained since after ctx.attach"),
+        (to_bf16, "'0.weight' was float32 when it was attached and is bfloat16 now.*Call model.to"),
+        (replace_head, "'2.weight' was replaced after the model was attached"),
+        (unfreeze, "'0.bias' is trained since after the model was attached"),
     ],
 )
 def test_a_model_changed_after_attach_is_refused_before_anything_is_published(change, words):
