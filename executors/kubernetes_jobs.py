@@ -223,9 +223,8 @@ class KubernetesExecutor(RemoteExecutor):
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
         found: dict[str, ReplicaStatus] = {}
-        for (namespace, run_id), fleet in sorted(fleets.items()):
-            chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
-            found |= self._of_fleet(_pods_by_uid(fleet), namespace, chosen)
+        for (namespace, _), fleet in sorted(fleets.items()):
+            found |= self._of_fleet(_pods_by_uid(fleet), namespace, selector(*fleet))
         return [found[handle.native["uid"]] for handle in handles]
 
     def _of_fleet(self, uids: Mapping[str, int], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:

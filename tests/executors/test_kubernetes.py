@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
 import pytest
@@ -507,6 +508,17 @@ def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it
     executor.cancel(handles[2])
     ended_state(executor, handles[2])
     assert listed(ReplicaState.CANCELLED) == ["pods", "jobs", "pods"]  # the end of a Job and that of its pod
+
+
+def test_attempts_that_have_ended_are_not_listed_again(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor()
+    for number in (1, 2):
+        ended_state(executor, executor.launch(request_of("pass", attempt=number)))
+    handles = [executor.launch(request_of(_STAY, replica_id=i, attempt=3 + i)) for i in range(2)]
+    wait_until(lambda: {each.state for each in executor.poll_many(handles)} == {ReplicaState.RUNNING}, "both run")
+    asked = parse_qs(urlparse(cluster.requests[-1][1]).query)["labelSelector"]
+    _, listed = cluster.list_all("default", "pods", *asked)
+    assert {each["metadata"]["labels"]["diloco-attempt"] for each in listed["items"]} == {"3", "4"}
 
 
 @pytest.mark.parametrize(

@@ -182,14 +182,15 @@ class LoopbackKubernetes:
             return (200, copy.deepcopy(found)) if found and name not in self.hides else _not_found(kind, name)
 
     def list_all(self, namespace: str, kind: str, selector: str, fields: str = "") -> tuple[int, _Object]:
-        wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
+        parts = re.findall(r"([^,= ]+)(?:=([^,]*)| in \(([^)]*)\))", selector)
+        wanted = [(key, set(values.split(",")) if values else {value}) for key, value, values in parts]
         asked = [part.partition("=")[::2] for part in fields.split(",") if part]
         with self._lock:
             items = [
                 copy.deepcopy(each)
                 for (its_namespace, its_kind, _), each in self._objects.items()
                 if (its_namespace, its_kind) == (namespace, kind)
-                and all(each["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+                and all(each["metadata"].get("labels", {}).get(key) in values for key, values in wanted)
                 and all(_field(each, key) == value for key, value in asked)
             ]
         kinds = {
