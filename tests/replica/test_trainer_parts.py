@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -26,7 +27,7 @@ from diloco_orchestrator.replica.interop.trainer_settings import (
     rollout_steps,
 )
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.dealt_order import ORDER
+from diloco_orchestrator.replica.training.dealt_order import ORDER, digest_of
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -348,6 +349,12 @@ def test_loaders_whose_division_cannot_be_undone_are_refused():
     for batches in (balanced, shard):
         with pytest.raises(ConfigError, match=r'batch_rebalance.*Set "group_by_length" or "random"'):
             LoaderStream(DataLoader(range(8), batch_sampler=batches), Deal.over([2], 0))  # type: ignore[arg-type]
+
+
+def test_equal_batches_have_one_digest_also_where_numpy_holds_objects():
+    """As of `datasets` with the format "numpy", whose rows have different lengths: by addresses all orders differed."""
+    rows = [np.array([np.arange(1000, 1000 + n) for n in (2, last)], dtype=object) for last in (3, 3, 4)]
+    assert len({digest_of({"ids": row}) for row in rows[:2]}) == 1 and len({digest_of(row) for row in rows}) == 2
 
 
 def test_no_replica_gets_all_the_long_items_of_a_sampler_that_sorts_each_accumulation_window():
