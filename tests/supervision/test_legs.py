@@ -282,11 +282,15 @@ def test_a_leg_whose_replicas_died_at_its_end_gets_its_result_and_its_snapshot_f
     assert RunLog(fleet.store).snapshots() == [0, 3]
 
 
-def test_a_leg_ends_and_is_resumed_though_the_store_lost_a_payload_that_its_last_base_needs(caplog):
+@pytest.mark.parametrize(
+    ("lost", "is_gone", "left"),  # the manifest confirms snapshot 2, too
+    [(keys.payload(3, 0, 1, 0), "is gone", 2), (keys.contribution(3, 0), "does not exist", 0)],
+    ids=["payload", "manifest"],
+)
+def test_a_leg_ends_and_is_resumed_though_the_store_lost_what_its_last_base_needs(caplog, lost, is_gone, left):
     fleet, _ = halted([0.1, 0.5, 0.9], snapshot_every=100)
     run_log = RunLog(fleet.store)
     write_rebuilt_snapshot(run_log, 2, STAMP)
-    lost = keys.payload(3, 0, 1, 0)
     fleet.store.delete(lost)
     ending(fleet).finalize()
     result = run_log.result(1)
@@ -294,8 +298,8 @@ def test_a_leg_ends_and_is_resumed_though_the_store_lost_a_payload_that_its_last
     words = [
         message for message in caplog.messages if "ends without a snapshot of its last base, of round 3" in message
     ]
-    assert len(words) == 1 and lost in words[0] and "--from-round 2" in caplog.text
-    with pytest.raises(ConfigError, match=rf"{lost} .*is gone.*--from-round 2"):
+    assert len(words) == 1 and lost in words[0] and f"--from-round {left}" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{lost} .*{is_gone}.*--from-round {left}"):
         resume(fleet)
-    resume(fleet, from_round=2)
-    assert run_log.begins()[-1].from_round == 2
+    resume(fleet, from_round=left)
+    assert run_log.begins()[-1].from_round == left
