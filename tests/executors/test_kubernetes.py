@@ -247,12 +247,18 @@ def _job(*conditions: tuple[str, str], **parts: Any) -> dict[str, Any]:
 
 def _pod(phase: str, *, waiting: Any = None, terminated: Any = None, **status: Any) -> dict[str, Any]:
     state = {"waiting": waiting} if waiting else {"terminated": terminated} if terminated else {}
-    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": [{"state": state}], **status}}
+    containers = [{"name": "a-sidecar", "state": {"running": {}}}, {"name": "replica", "state": state}]
+    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": containers, **status}}
 
 
 _COMPLETE, _FAILED = ("Complete", "CompletionsReached"), ("Failed", "BackoffLimitExceeded")
 _NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+_ON_NODE = {"type": "PodScheduled", "status": "True"}
+_CREATING, _INITIALIZING = {"reason": "ContainerCreating"}, {"reason": "PodInitializing"}
+_INIT = {"initContainerStatuses": [{"name": "corpus", "state": {"waiting": {"reason": "ErrImagePull"}}}]}
+_EVICTED = _pod("Failed", reason="Evicted", message='Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ')
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+_NODE_FULL = "The node was low on resource: memory. "
 _OOM = {"exitCode": 137, "reason": "OOMKilled"}
 _NOTED = {"diloco-cancelled": "true"}
 
@@ -265,7 +271,10 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(suspend=True, annotations=_NOTED), None, "cancelled", "user", "Suspended"),
         (_job(), _pod("Pending"), "pending", "", "Pending"),
         (_job(), _pod("Pending", conditions=[_NO_NODE]), "pending", "", "Unschedulable"),
-        (_job(), _pod("Pending", waiting={"reason": "ContainerCreating"}), "pending", "", "ContainerCreating"),
+        (_job(), _pod("Pending", waiting=_CREATING), "pending", "", "ContainerCreating"),
+        (_job(), _pod("Pending", waiting=_CREATING, conditions=[_ON_NODE]), "pending", "start", "ContainerCreating"),
+        (_job(), _pod("Pending", conditions=[_ON_NODE]), "pending", "start", "Pending"),
+        (_job(), _pod("Pending", waiting=_INITIALIZING, **_INIT), "pending", "image", "ErrImagePull"),
         (_job(), _pod("Pending", waiting={"reason": "ImagePullBackOff"}), "pending", "image", "ImagePullBackOff"),
         (_job(), _pod("Pending", waiting={"reason": "ErrImagePull"}), "pending", "image", "ErrImagePull"),
         (_job(), _pod("Pending", waiting={"reason": "InvalidImageName"}), "failed", "image", "InvalidImageName"),
@@ -285,6 +294,9 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(_FAILED), _pod("Failed", reason="DeadlineExceeded"), "timed_out", "deadline", "DeadlineExceeded"),
         (_job(_FAILED), _pod("Failed", conditions=[_DISRUPTED]), "preempted", "lost", "DisruptionTarget"),
         (_job(_FAILED), _pod("Failed", reason="Evicted"), "preempted", "lost", "DisruptionTarget"),  # an old server
+        (_job(_FAILED), _pod("Failed", reason="Evicted", message=_NODE_FULL), "preempted", "lost", "DisruptionTarget"),
+        (_job(_FAILED), _EVICTED, "failed", "disk", "Evicted"),
+        (_job(("Failed", "PodFailurePolicy")), _EVICTED, "failed", "disk", "Evicted"),
         (_job(_FAILED), None, "preempted", "lost", "BackoffLimitExceeded"),
         (_job(_FAILED, annotations=_NOTED), _pod("Failed"), "cancelled", "user", "BackoffLimitExceeded"),
         (_job(("Failed", "DeadlineExceeded")), None, "timed_out", "deadline", "DeadlineExceeded"),
@@ -315,6 +327,29 @@ def test_why_no_node_takes_it_is_told(rig: KubernetesRig, cluster: LoopbackKuber
     executor = rig.executor()
     handle = executor.launch(request_of(_STAY))
     wait_until(lambda: "Insufficient nvidia.com/gpu" in executor.poll(handle).message, "the reason is told")
+
+
+def test_a_pod_that_its_node_cannot_start_has_a_machine_and_says_why(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.unmounted = 'MountVolume.SetUp failed for volume "corpus" : claim is being used by another node'
+    executor = rig.executor()
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: "FailedMount: MountVolume.SetUp failed" in executor.poll(handle).message, "the reason is told")
+    status = executor.poll(handle)
+    assert (status.state, status.has_machine) == (ReplicaState.PENDING, True)
+    cluster.may_list_events = False  # a launcher with the rights of before
+    assert executor.poll(handle).message == "its container starts on node-0"
+    cluster.unmounted = ""
+    wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "it runs")
+
+
+def test_a_container_that_the_cluster_adds_is_not_taken_for_the_replica(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
+    cluster.sidecar = "a-mesh"
+    executor = rig.executor(image="python@sha256:" + "0" * 64)
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: list(executor.logs(handle)) == ["here"], "its output is read")
+    assert executor.poll(handle).image == "docker.io/library/python@sha256:" + "0" * 64
 
 
 _NO_ROOM = 'pods "dl-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
