@@ -52,7 +52,7 @@ class Witness:
 
     @property
     def apart_s(self) -> float:
-        """The least pause in seconds between two looks that the store's limit of requests leaves; 0 without a limit."""
+        """The least pause in seconds between two polls that the store's limit of requests leaves; 0 without a limit."""
         return pace.apart_s(self._log.run.config, self._store.requests_allowed) if self._log is not None else 0.0
 
     def look(self) -> Sight:

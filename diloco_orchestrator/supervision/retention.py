@@ -20,6 +20,7 @@ from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import operator_of_run
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.base import ObjectInfo, Store
@@ -83,10 +84,12 @@ def collect(run_log: RunLog, retention: RetentionConfig, made: RetentionPlan, by
     """Delete the objects of a retention plan, in its order, for `by`. Safe to repeat and to interrupt.
 
     Before payloads of a run whose settings keep them all, `by` is recorded: only where a full disk or quota has no room
-    for that record, objects go first. `retention`: the settings of the plan.
+    for that record, objects go first. `retention`: the settings of the plan. Raises `ConfigError` for a signed run
+    whose keys this process has not.
     """
     store, left = run_log.store, deque(made.objects)
-    if left and retention.payloads == "needed" and run_log.keeps_payloads:
+    if retention.payloads == "needed" and run_log.keeps_payloads:
+        operator_of_run(run_log.run, store, "deleting payloads")  # before any is: who has no key records nothing
         while left and why_no_room(Path(store.url), _NOTE_BYTES):  # the store would wait for somebody to make room
             store.delete(left.popleft().key)
         record = Retention(**stamp(), payloads="needed", by=by)

@@ -289,5 +289,5 @@ def test_a_store_that_is_full_and_has_nothing_to_delete_says_so():
     store = Quota()
     fleet, _ = fleet_of(rounds=2, store=store, retention={})
     store.is_full = True
-    collect_for_a_user(RunLog(store), NEEDED, planned(fleet, NEEDED), "somebody", STAMP)  # nothing to record
-    assert store.is_full
+    with pytest.raises(StoreFull):
+        collect_for_a_user(RunLog(store), NEEDED, planned(fleet, NEEDED), "somebody", STAMP)
