@@ -52,9 +52,9 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | N
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
-    if _text(getattr(args, "lr_scheduler_type", "")) == "reduce_lr_on_plateau":
+    if (schedule := _text(getattr(args, "lr_scheduler_type", ""))) in ("reduce_lr_on_plateau", "greedy"):
         raise ConfigError(
-            'lr_scheduler_type="reduce_lr_on_plateau": each replica would follow evaluations of its own model, and a '
+            f'lr_scheduler_type="{schedule}": each replica would follow evaluations of its own model, and a '
             'restarted one has not all of them. Set another, such as "linear" or "constant".'
         )
     if getattr(args, "sync_ref_model", False):

@@ -462,6 +462,7 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"global_step": 5}, "global_step=5.*Make a new trainer"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
+        ({"lr_scheduler_type": "greedy"}, 'greedy.*Set another, such as "linear"'),
         ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
         ({"callback_handler": SimpleNamespace(callbacks=[EarlyStoppingCallback()])}, "EarlyStopping.*Take it out"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
