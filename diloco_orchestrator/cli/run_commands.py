@@ -328,15 +328,14 @@ def scale(url: str, replicas: int, as_json: bool) -> None:
 @json_option
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.supervision.retention import delete, note_wider, plan
+    from diloco_orchestrator.supervision.retention import collect, plan
 
     reader = reader_of(url)
     given = {"snapshots": keep_snapshots, "payloads": payloads}
     retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
     made = plan(reader.log, retention)
     if not dry_run:
-        note_wider(reader.log, retention, "diloco gc", stamp())
-        delete(reader.store, made)
+        collect(reader.log, retention, made, "diloco gc", stamp())
     verb = "would remove" if dry_run else "removed"
     told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
     kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())

@@ -363,6 +363,27 @@ class RunLog(LegRecords):
         self._newest = last
         return last
 
+    def check_newest(self, begin: Begin) -> None:
+        """Check the verdicts of the newest commits as replicas do, so that who commits after them agrees with these.
+
+        A void one that was taken as it is written makes this reader check all verdicts (`doubt`). Only so many commits
+        are checked as may be void in a row: what another replica has continued since was right, or contradicts it.
+        Costs a GET for each manifest that they name. `begin`: the newest start or resume.
+        """
+        last = self.newest(begin)
+        if last is None or self.in_doubt:
+            return
+        first = max(begin.after_round, last.commit.round - MAX_EMPTY_ROUNDS) + 1
+        previous = self.as_read(first - 1) if first > 1 else None
+        for round_ in range(first, last.commit.round + 1):
+            entry = self.commit(round_)
+            assert entry is not None, "a commit is never deleted"
+            found = self.conclusions.read(entry, previous, derive_verdict=True, lenient=True)
+            if found.contradicts and not entry.contradicts:
+                self.doubt()
+                return
+            previous = found
+
     def lost(self, begin: Begin) -> str:
         """A sentence about the first record that is missing though a snapshot of a later round is there; else empty.
 

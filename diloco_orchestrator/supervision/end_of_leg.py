@@ -7,7 +7,7 @@ They are the stop commit, the result and the last snapshot, which replicas write
 import logging
 import platform
 
-from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import By, Stamp
@@ -51,6 +51,7 @@ class EndOfLeg:
             if self._log.start() is None:
                 self._write_result(stop, why)  # without start.json no commit can be chained
                 return
+            self._log.check_newest(self._begin)
             last = self._last()
             if last is not None and last.commit.stop != "none":
                 return  # a replica stopped the leg since `reached` was asked
@@ -112,7 +113,7 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the last base before the stop, if missing; unreadable payloads are a logged error."""
+        """Write the snapshot of the last base before the stop, if missing; logs an error if it cannot be rebuilt."""
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
         # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
         unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
@@ -122,7 +123,7 @@ class EndOfLeg:
 
         try:
             write_rebuilt_snapshot(self._log, round_, self._stamp)
-        except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
+        except (ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid) as error:
             newest = ConfirmedSnapshots(self._log).newest(1, range(round_))
             log.error(
                 "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error

@@ -16,12 +16,15 @@ from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
+_HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
+
 
 class DataCursor:
     """An endless iterator over the user's `data`, epoch after epoch, whose position can be saved and restored.
 
     If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
     skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
+    `set_epoch` of `data`, or of the sampler or data set of a DataLoader, is called with each epoch but the first.
 
     `begin_epoch(number)` is called before each epoch is drawn.
     """
@@ -30,7 +33,7 @@ class DataCursor:
         self._data = data
         self._begin_epoch = begin_epoch
         self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-        self._epoch = 0
+        self._epoch = self._epoch_set = 0
         self._batches = 0  # of this epoch
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
         self._iterator: Iterator[Any] | None = None
@@ -39,6 +42,7 @@ class DataCursor:
         """The next batch. Raises `ConfigError` if the data yields none."""
         for _ in range(2):
             if self._iterator is None:
+                self._set_epoch()
                 self._begin_epoch(self._epoch)
                 self._chance = rng.capture(self._generator)
                 self._iterator = iter(self._data)
@@ -68,6 +72,19 @@ class DataCursor:
             position["chance"] = self._chance or rng.capture(self._generator)
         return position
 
+    def _set_epoch(self) -> None:
+        """Call `set_epoch` where the data has it, unless it was called for this epoch.
+
+        A data set of the library `datasets` begins every epoch of its number at the state that it has loaded; a
+        sampler of torch draws one order for all epochs of its number.
+        """
+        if self._epoch == self._epoch_set:
+            return
+        self._epoch_set = self._epoch
+        for part in (self._data, *(getattr(self._data, name, None) for name in _HAVE_EPOCHS)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self._epoch)
+
     @property
     def _generator(self) -> Any:
         """A DataLoader's own random generator, or None."""
@@ -79,6 +96,7 @@ class DataCursor:
         """
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
+        self._set_epoch()  # first: `datasets` ignores a state of another epoch than the set one
         if self._stateful and "state" in position:
             self._data.load_state_dict(position["state"])  # type: ignore[attr-defined]
             self._batches = position["batches"]
@@ -114,6 +132,8 @@ class TrainingPosition:
         self._resumed = progress
         if progress is not None:
             self._metrics.resume(progress)
+        if self._batches is not None:
+            self._batches.forget_steps()
         self._seek()
 
     def take(self, data: Iterable[Any]) -> DataCursor:

@@ -29,6 +29,7 @@ from diloco_orchestrator.store.open_store import open_store
 from replica.attempt.attempt import claim_attempt
 from replica.context import ReplicaContext, ReplicaSession
 from replica.training import rng
+from replica.training.position import DataCursor
 
 
 class Alone:
@@ -227,6 +228,85 @@ def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: b
     train(alone, loader(second))
     assert len(straight) == 9 and first == straight[:7]
     assert second[-3:] == straight[6:]
+
+
+@pytest.mark.parametrize("steps", [4, 5, 7])
+def test_a_restarted_attempt_takes_whole_epochs_of_a_stream_of_datasets(steps: int, tmp_path: Path):
+    """It began every further epoch where it had gone on, and ended if that was an epoch's end."""
+    datasets = pytest.importorskip("datasets")
+
+    def stream(seen: list[int]) -> Any:
+        rows = datasets.Dataset.from_dict({"row": list(range(4))}).to_iterable_dataset(num_shards=2)
+        return rows.map(lambda row: {"kept": seen.append(row["row"])})
+
+    def train_on(alone: Alone, rows: Any, steps: int | None = None) -> list[int]:
+        model, taken = mlp(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with alone.context().attach(model, optimizer) as session:
+            for row in session.batches(rows):
+                session.observe(loss=inner_step(model, optimizer, batch_of(row["row"])))
+                taken.append(row["row"])
+                alone.leaving = len(taken) == steps
+        return taken
+
+    alone = Alone(tmp_path, rounds=5, sync_every=2)
+    first = train_on(alone, stream([]), steps)
+    alone.leaving = False
+    read: list[int] = []
+    second = train_on(alone, stream(read))
+    published = steps - steps % 2
+    assert first == [index % 4 for index in range(steps)]
+    assert second == [index % 4 for index in range(published, 10)]
+    assert len(read) <= len(second) + 1  # what was trained is not read again
+
+
+def test_data_learns_its_epoch_before_it_takes_its_state():
+    class Reshuffled:
+        """Three numbers in an order of the epoch, of which `set_epoch` begins the first."""
+
+        def __init__(self) -> None:
+            self.epoch = self.place = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.place < 3:
+                self.place += 1
+                yield 10 * self.epoch + self.place
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch, self.place = epoch, 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"place": self.place}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.place = state["place"]
+
+    first, second = DataCursor(Reshuffled()), DataCursor(Reshuffled())
+    assert [first.next() for _ in range(5)] == [1, 2, 3, 11, 12]
+    second.seek(first.position())
+    assert [second.next() for _ in range(4)] == [13, 21, 22, 23]
+    second.seek({"epoch": 0, "batches": 1, "state": {"place": 1}})
+    assert second.next() == 2
+
+
+def test_every_epoch_of_a_sampler_that_is_told_it_has_an_order_of_its_own_also_after_a_restart(tmp_path: Path):
+    def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
+        def collate(picked: list[int]) -> Any:
+            seen.extend(picked)
+            return batch_of(picked[0])
+
+        sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=1)  # type: ignore[arg-type]
+        return torch.utils.data.DataLoader(range(8), sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+
+    straight: list[int] = []
+    train(Alone(tmp_path / "straight", rounds=4), loader(straight))
+    second: list[int] = []
+    alone = Alone(tmp_path / "restarted", rounds=4)
+    train(alone, loader([]), steps=7)
+    alone.leaving = False
+    train(alone, loader(second))
+    assert straight[:4] != straight[4:8] != straight[8:12]
+    assert second[-6:] == straight[6:]
 
 
 def test_an_attempt_after_the_end_finds_the_run_over(tmp_path: Path):

@@ -225,6 +225,10 @@ def test_a_coordinator_that_dies_at_any_time_around_the_legs_end_leaves_it_to_th
     assert max(apart) > 15.0 > min(apart), "the next coordinator comes after 20 s"
 
 
+def once(run: Attacked) -> Made:
+    return iter(()) if run._last > 1 else false(run)
+
+
 class Framed(Attacked):
     """The insider may delete, too: it commits a false round, and removes what shows that once others have read it."""
 
@@ -238,14 +242,31 @@ class Framed(Attacked):
                     MemoryStore.delete(self.bucket.stored, info.key)
 
 
-def once(run: Attacked) -> Made:
-    return iter(()) if run._last > 1 else false(run)
+class Stopped(Attacked):
+    """The insider commits one false round, and a limit of dollars stops the run before anybody has followed it."""
+
+    def _supervise(self, clock: VirtualClock) -> None:
+        coordinator = Coordinator(RunReader(self.network(clock)), Means(self.executor(clock), clock, self.stamp(clock)))
+        while not coordinator.step():
+            newest = self.newest
+            if newest is not None and newest[0]["base_digest"] == bulk_digest(b"another"):
+                coordinator.stop("halted", "the dollars are spent")
+            clock.sleep(0.05)
+
+
+def test_a_stop_of_the_coordinator_after_a_false_commit_is_of_the_log():
+    run = played(Stopped(once))
+    commits = list(RunLog(SignedStore(run.bucket.stored, {})).commits())
+    assert commits[-2].reason.startswith("void") and commits[-2].by.who == (INSIDER, 1)
+    assert (commits[-1].stop, commits[-1].by_coordinator) == ("halted", True)
+    for environ in (ENVIRON, {}):
+        assert verify_run(SignedStore(run.bucket.stored, environ)).disagreement is None
+        assert RunReader(SignedStore(run.bucket.stored, environ)).status().state == "halted"
 
 
 def test_nobody_is_kept_from_committing_for_having_read_what_was_removed_since():
     run = Framed(once)
-    with suppress(ObjectMissing):  # the coordinator cannot write the last snapshot
-        run.play()
+    run.play()
     log = RunLog(SignedStore(run.bucket.stored, ENVIRON))
     void = {each.by.who[0] for each in log.commits() if each.reason.startswith("void")}
     assert void - {INSIDER}, "who reads the log now takes the false round as it is written, and those after it as void"

@@ -24,9 +24,11 @@ RULES = {
     "result": "a result that the last commit contradicts makes a reader check every verdict",
     "failed": "who begins a leg after one that failed has checked every verdict",
     "stop": "after a leg's stop no commit is of the log until another leg begins",
+    "newest": "before the coordinator commits a stop it checks the verdicts of as many commits as may be void in a row",
 }
 REPLICAS, STEPS, IN_A_ROW, MOST = 3, 4, 3, 400
 INSIDER = 2
+COORDINATOR = -2
 
 
 class Broken(Exception):
@@ -131,8 +133,11 @@ class World:
         unlinked = commit.previous != before.commit.number
         if unlinked and before.void and not self.has("unnamed"):
             raise Changed("it does not name the void commit before it")
-        wrong = unlinked or bool(stop) or commit.leg != leg or commit.step != min(step + 1, STEPS)
-        wrong |= (commit.stop == "completed") != (step == STEPS)
+        wrong = unlinked or bool(stop) or commit.leg != leg
+        if commit.by == COORDINATOR:
+            wrong |= commit.step != step
+        else:
+            wrong |= commit.step != min(step + 1, STEPS) or (commit.stop == "completed") != (step == STEPS)
         if wrong and not unlinked and not derives and self.instead != "pass over":
             raise RuntimeError("all verdicts are to be checked")
         if wrong and not unlinked and before.unlinked and evidence:
@@ -209,6 +214,24 @@ class World:
         if (self.exists(commit) or self.instead == "pass over") and not self.takes(commit.round):
             self.stored.setdefault(commit.round, []).append(replace(commit, number=self.number))
 
+    def stop(self) -> None:
+        """What the coordinator does where a limit of its user is reached: it commits the stop itself."""
+        found = self.log(derives=False)
+        leg = self.leg_of(found)
+        if self.has("newest"):
+            first = max(self.begins[leg - 1][0], len(found) - IN_A_ROW)
+            checked = found[:first]
+            for each in found[first:]:
+                checked.append(self._read(each.commit, checked, self.leg_of(checked), derives=True))
+                if checked[-1].void and not each.void:
+                    found = self.log(derives=True)
+                    leg = self.leg_of(found)
+                    break
+        begins = self.begins[leg - 1][0] == len(found)
+        if begins or found[-1].stop:
+            return
+        self.create(replace(self.next(found, COORDINATOR), step=found[-1].step, stop="halted"))
+
     def supervise(self) -> str:
         """What the coordinator does, who reads no manifests by itself: "end", "halt" or nothing."""
         found = self.log(derives=False)
@@ -266,6 +289,8 @@ def _play(world: World, overwrites: bool) -> int:
             world.honest(who, halt or (attacks and rng.random() < 0.05))  # its user may ask for one, too
         if (said := world.supervise()) == "end":
             break
+        if attacks and rng.random() < 0.05:
+            world.stop()
         halt = said == "halt"
         taken = world.log(derives=True)
         if overwrites and len(taken) >= 4 and not any(each.void for each in taken):
@@ -282,6 +307,8 @@ def _play(world: World, overwrites: bool) -> int:
         raise Broken("the coordinator ended a run that is not complete")
     if [each.commit for each in found] != [each.commit for each in said]:
         raise Broken("readers that check verdicts and readers that do not read different logs")
+    if any(each.void and each.commit.by == COORDINATOR for each in found):
+        raise Broken("the coordinator's stop is void")
     begun = [after for after, _, _, _ in world.begins]
     spent = []  # rounds of the insider's void commits, by leg
     for first, last in zip(begun, [*begun[1:], len(found)], strict=True):
