@@ -134,6 +134,14 @@ def test_a_model_compiled_before_attach_has_the_names_and_bits_of_the_plain_one(
     assert sorted(snapshot(run, 2)) == sorted(snapshot(parts, 2)) == names
 
 
+def test_a_model_in_data_parallel_has_the_names_and_bits_of_the_plain_one():
+    """Beside it a replica with one GPU, which wraps nothing, was refused."""
+    run = SmallRun()
+    torch.manual_seed(0)
+    train(run.context(), torch.nn.DataParallel(mlp()))
+    assert digests(run) == digests(plain_run())
+
+
 def test_a_model_whose_parts_are_recomputed_has_the_names_and_bits_of_the_plain_one():
     """torch's wrapper of activation checkpointing adds to the names of parameters what a `state_dict` leaves out."""
 
