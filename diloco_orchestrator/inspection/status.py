@@ -370,7 +370,7 @@ class RunReader:
         """Whether loops that their users start have taken all outer steps of a leg: nobody writes its result then."""
         if last is None or last.leg != begin.leg or last.outer_step < begin.from_outer_step + begin.outer_steps:
             return False
-        return self.is_by_hand()
+        return not self.log.false_end(begin) and self.is_by_hand()
 
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, each with the reason."""
