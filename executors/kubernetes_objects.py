@@ -46,6 +46,7 @@ OF_SEVERAL = (
     "diloco-pods"  # label of pods that train one replica together; infra/eks/network-policy.yaml lets them talk
 )
 _INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of the pods of an Indexed Job
+_MOST_NUMBERS = 200  # in a selector: some 1.5 KB of a URL, of which proxies take 8
 _PORT = 29500  # of machine 0 of a replica on several pods, each of which has a network of its own
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
@@ -291,12 +292,19 @@ def selector(*handles: ReplicaHandle) -> str:
     All Jobs of a run stay for a week, each with the text of its replica's program: megabytes after some preemptions.
     """
     replicas, attempts = ({handle.replica_id for handle in handles}, {handle.attempt for handle in handles})
-    return f"{LABEL_RUN}={run_label(handles[0].run_id)},{_of(LABEL_REPLICA, replicas)},{_of(LABEL_ATTEMPT, attempts)}"
+    return f"{LABEL_RUN}={run_label(handles[0].run_id)}{_of(LABEL_REPLICA, replicas)}{_of(LABEL_ATTEMPT, attempts)}"
 
 
 def _of(label: str, numbers: set[int]) -> str:
+    """The part of a selector for objects with one of these numbers; empty, for any, where a URL would be too long."""
     several = ",".join(map(str, sorted(numbers)))
-    return f"{label}={several}" if len(numbers) == 1 else f"{label} in ({several})"
+    return (
+        ""
+        if len(numbers) > _MOST_NUMBERS
+        else f",{label}={several}"
+        if len(numbers) == 1
+        else f",{label} in ({several})"
+    )
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------

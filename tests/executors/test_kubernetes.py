@@ -22,7 +22,7 @@ from executors.contract import (
     ReplicaState,
 )
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import PodOptions, job_body, runs, status_of, telling_pods
+from executors.kubernetes_objects import PodOptions, job_body, runs, selector, status_of, telling_pods
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -519,6 +519,12 @@ def test_attempts_that_have_ended_are_not_listed_again(rig: KubernetesRig, clust
     asked = parse_qs(urlparse(cluster.requests[-1][1]).query)["labelSelector"]
     _, listed = cluster.list_all("default", "pods", *asked)
     assert {each["metadata"]["labels"]["diloco-attempt"] for each in listed["items"]} == {"3", "4"}
+
+
+def test_a_large_fleet_is_chosen_by_what_fits_into_a_url():
+    handles = [ReplicaHandle("kubernetes", "run", replica_id, 1, "x") for replica_id in range(2000)]
+    assert selector(*handles) == "diloco-run=run,diloco-attempt=1"
+    assert selector(*handles[:2]) == "diloco-run=run,diloco-replica in (0,1),diloco-attempt=1"
 
 
 @pytest.mark.parametrize(
