@@ -363,6 +363,8 @@ _IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
 # condition DisruptionTarget.
 _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+# The id of a sandbox or container in an event: another at each try, so that the same failure would read as a new one.
+_NEW_ID = re.compile(r"\b[0-9a-f]{32,}\b")
 # In the words of a kubelet that evicts a pod for its own use of a disk (eviction/helpers.go): the next attempt would
 # use as much. Other evictions are for want of a node's memory or disk.
 _OWN_USE = re.compile(r"exceeds the (total )?limit|exceeded its local ephemeral storage limit")
@@ -407,6 +409,7 @@ def warnings(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in in_order:
         reason, words = str(each.get("reason") or ""), " ".join(str(each.get("message") or "").split())
+        words = _NEW_ID.sub("…", words)
         if reason != _FAILED_SCHEDULING:
             found[str(each["involvedObject"].get("uid"))] = words if reason == FAILED_CREATE else f"{reason}: {words}"
     return found
