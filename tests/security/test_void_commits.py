@@ -169,6 +169,18 @@ def false_and_more(run: Attacked) -> Made:
             yield round_ + 1, canonical_json(fields)
 
 
+def absent(run: Attacked) -> Made:
+    """It averages replica 0 by a manifest that nobody has written, as soon as the round opens."""
+    if (made := following(run)) is None:
+        return
+    round_, fields = made
+    for each in fields["answers"]:
+        each["manifest_sha256"] = "0" * 64
+    norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+    fields |= {"outer_step": fields["outer_step"] + 1, "norms": norms.model_dump(mode="json")}
+    yield round_, canonical_json(fields)
+
+
 ATTACKS = {
     attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_and_more)
 }
