@@ -36,8 +36,8 @@ class UnfoundedCommits:
     def judge(self) -> bool:
         """Write down which of the newest commits name what is not there; returns whether there was one.
 
-        Only those that no replica but their author has followed, as heartbeats say, are looked at. Costs a LIST, a GET
-        for each heartbeat and for each manifest that they name. After one is found all verdicts of the leg are checked.
+        Checks only those that no replica but their author has followed, as heartbeats say. Costs a LIST, a GET for each
+        heartbeat and for each manifest that they name. After one is found all verdicts of the leg are checked.
         Raises the store's errors; safe to repeat and to race.
         """
         newest, found = self._log.newest(self._begin), False
@@ -81,7 +81,7 @@ class UnfoundedCommits:
         if not (missing := conclusions.missing(commit)):
             return False  # it has come meanwhile
         what, _, _ = next(iter(missing.values())).partition(". ")
-        reason = f"it names {len(missing)} records that are not there: {what}"
+        reason = f"it names what is not there: {what}"
         log.warning("%s is void: %s", keys.commit(commit.round), reason)
         found = Unfounded(**self._stamp(), round=commit.round, commit_sha256=entry.sha256, by=self._by, reason=reason)
         Writer(self._log.store, Role.COORDINATOR).create(found)

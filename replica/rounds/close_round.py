@@ -40,7 +40,7 @@ from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
 
-_JUDGED_EVERY_S = 5.0  # between two looks for a coordinator's finding about a commit that cannot be checked
+_JUDGED_EVERY_S = 5.0  # between two polls for a coordinator's finding about a commit that cannot be checked
 
 
 class RoundCloser:
