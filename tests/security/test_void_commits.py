@@ -272,38 +272,39 @@ class Framed(Attacked):
 
 
 class Late(Attacked):
-    """Replica 1 is held up while the insider commits an empty round, by an abstention of it that is not there yet.
+    """Replica 1 is slow, and the insider commits an empty round by an abstention of it that is not there yet.
 
-    The insider brings that once others may have read that it is missing.
+    The insider brings that once a coordinator has found that it is missing.
     """
 
     brought = b""
 
     def strike(self) -> None:
         super().strike()
-        if self.brought and self.time.now > 40.0:
-            self.create(keys.contribution(2, INSIDER), self.brought)
+        with suppress(ObjectMissing):
+            if self.view.get(keys.unfounded(2)):
+                self.create(keys.contribution(2, INSIDER), self.brought)
 
     @staticmethod
     def commit(run: Attacked) -> Made:
         if run._last > 1 or (made := following(run)) is None:
             return
         assert isinstance(run, Late)
-        last = Contribution.from_bytes(run.view.get(keys.contribution(1, INSIDER)), "manifest")
+        last = Contribution.from_bytes(run.view.get(keys.contribution(1, 0)), "manifest")
         said = {"round": 2, "kind": "abstention", "payload": None, "state": None, "origins": (), "tokens": 0}
-        run.brought = last.model_copy(update={**said, "reason": "I had nothing"}).to_bytes()
-        answer = next(each for each in made[1]["answers"] if each["replica_id"] == INSIDER)
-        answer |= {"kind": "abstention", "averaged": False, "weight": 0, "norm": 0.0, "payload": "", "origins": []}
-        answer |= {"manifest_sha256": sha256_hex(run.brought), "tokens": 0, "reason": "I had nothing"}
-        norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config).model_dump(mode="json")
-        empty = {"applied": False, "answers": [answer], "empty_rounds": 1, "base_digest": None, "norms": norms}
+        run.brought = last.model_copy(update={**said, "replica_id": INSIDER, "reason": "I had nothing"}).to_bytes()
+        answer = {**made[1]["answers"][0], "kind": "abstention", "averaged": False, "weight": 0, "norm": 0.0}
+        answer |= {"replica_id": INSIDER, "payload": "", "origins": [], "tokens": 0, "reason": "I had nothing"}
+        answer |= {"manifest_sha256": sha256_hex(run.brought)}
+        norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+        empty = {"applied": False, "answers": [answer], "empty_rounds": 1, "base_digest": None, "roster": [0, 1, 2]}
+        empty |= {"norms": norms and norms.model_dump(mode="json")}
         yield made[0], canonical_json({**made[1], **empty, "figures": None})
 
 
 def test_what_a_commit_names_is_brought_too_late_once_a_coordinator_has_judged_it():
-    run = played(Late(Late.commit, dataclasses.replace(PLAN, stops=((9.9, INSIDER, 60.0),))))
-    commits = check(run)
-    assert "names what is not there" in commits[1].reason
+    run = played(Late(Late.commit, dataclasses.replace(PLAN, paces=(1.0, 30.0, 1.3))))
+    assert "names what is not there" in check(run)[1].reason
     assert run.brought and run.view.get(keys.contribution(2, INSIDER)) != run.brought
 
 
