@@ -187,7 +187,7 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         found = [*waits, _sentence(status.reason), *scores, *chosen, *_warning(status), *outlook]
         return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
-        other = best is not None and best != status.outer_step
+        other = best is not None and best != status.model.round
         todo = [
             f"The model: `diloco pull {at} DESTINATION`.",
             *(

@@ -243,6 +243,7 @@ def test_late_work_of_a_model_in_many_fragments_is_waited_for_until_its_fragment
     log = a_log(fragments=6)
     for round_ in range(1, 7):
         log.commit({0: {round_: 10}}, roster=[0])
+        assert not {*log.dealt(0)} & {*span(10, 20)}
     log.commit({0: {7: 10}, 1: {1: 10, 7: 3}}, roster=[0, 1])
     for round_ in range(8, 16):
         assert not {*log.dealt(0), *log.dealt(1)} & {*span(10, 20)}
