@@ -5,11 +5,13 @@ that a resume, a rebuild of a kept round or a late replica still needs. Deletion
 line.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco_orchestrator.config import RetentionConfig
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
@@ -18,9 +20,13 @@ from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import operator_of_run
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.local_files import why_no_room
+
+_NOTE_BYTES = 2**16  # of room for the record of a deletion: more than a file of any file system takes at the least
 
 
 @dataclass
@@ -74,18 +80,27 @@ def plan(
     return made
 
 
-def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
-    """Record that `by` deletes payloads of a run whose settings keep them all. Call it before anything is deleted.
+def collect(run_log: RunLog, retention: RetentionConfig, made: RetentionPlan, by: str, stamp: Stamp) -> None:
+    """Delete the objects of a retention plan, in its order, for `by`. Safe to repeat and to interrupt.
 
-    `retention`: the settings for this deletion.
+    Before payloads of a run whose settings keep them all, `by` is recorded: only where a full disk or quota has no room
+    for that record, objects go first. `retention`: the settings of the plan. Raises `ConfigError` for a signed run
+    whose keys this process has not.
     """
+    store, left = run_log.store, deque(made.objects)
     if retention.payloads == "needed" and run_log.keeps_payloads:
-        Writer(run_log.store, Role.ANYBODY).create(Retention(**stamp(), payloads="needed", by=by))
-
-
-def delete(store: Store, plan: RetentionPlan) -> None:
-    """Delete the objects of a retention plan, in its order. Safe to repeat and to interrupt."""
-    for info in plan.objects:
+        operator_of_run(run_log.run, store, "deleting payloads")  # before any is: who has no key records nothing
+        while left and why_no_room(Path(store.url), _NOTE_BYTES):  # the store would wait for somebody to make room
+            store.delete(left.popleft().key)
+        record = Retention(**stamp(), payloads="needed", by=by)
+        try:
+            Writer(store, Role.ANYBODY).create(record)
+        except StoreFull:  # by a quota
+            if not left:
+                raise
+            store.delete(left.popleft().key)
+            Writer(store, Role.ANYBODY).create(record)
+    for info in left:
         store.delete(info.key)
 
 

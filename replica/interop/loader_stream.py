@@ -339,6 +339,11 @@ def _undivided(loader: Any, even: bool) -> Any:
             f"the trainer's data loader has a DistributedSampler over {own.num_replicas} processes. Take it out: the "
             "batches of one loader, the same in every rank, are dealt over the ranks of all replicas."
         )
+    if getattr(getattr(divided, "batch_sampler", sampler), "dp_size", 1) > 1:
+        raise ConfigError(
+            'the trainer has train_sampling_strategy="batch_rebalance", which divides batches over the ranks of one '
+            'replica. Set "group_by_length" or "random": they are dealt over the ranks of all replicas.'
+        )
     shortens = even and isinstance(base, DataLoader) and isinstance(dataset, IterableDataset) and bool(base.batch_size)
     if divided is None and not shortens:
         return base

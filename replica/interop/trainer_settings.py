@@ -136,6 +136,17 @@ def rollout_steps(trainer: Any) -> int:
     return int(per_generation) * int(iterations) if per_generation else 1
 
 
+def batches_in_a_row(trainer: Any) -> int:
+    """Training batches that one rank takes in a row: those of a generation, or of an accumulation window.
+
+    The latter where the sampler sorts what belongs to one window by length: dealt one by one, the batches would give
+    one replica all long items and another all short ones.
+    """
+    args = trainer.args
+    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+    return int(args.gradient_accumulation_steps) if sorts else rollout_steps(trainer)
+
+
 def _check_rollouts(trainer: Any, config: RunConfig) -> None:
     """Raise `ConfigError` for rounds that end between a generation and the steps that train on it.
 
