@@ -81,7 +81,7 @@ def fold(
 
 
 def _returned(kind: type[GuardRule], found: Any) -> tuple[Any, Verdict]:
-    """What a rule's `fold` returned. Raises `ConfigError` unless it is a state in JSON and a verdict."""
+    """The state and verdict that a rule's `fold` returned. Raises `ConfigError` for anything else, and no JSON."""
     match found:
         case (state, Verdict() as judged):
             pass
