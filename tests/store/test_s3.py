@@ -190,7 +190,7 @@ def test_an_object_that_a_lifecycle_rule_has_archived_is_no_matter_of_credential
     archived = {"Bucket": bucket, "Key": "run/run.json", "StorageClass": "GLACIER"}
     s3_server.client("s3").put_object(Body=b"{}", **archived)
     store = open_store(f"s3://{bucket}/run", s3_server.options(), engine=engine, retry=HURRIED)
-    with pytest.raises(StoreError, match="is archived, as by a lifecycle rule.*restore it") as caught:
+    with pytest.raises(StoreError, match=r"is archived, as by a lifecycle rule.*restore it") as caught:
         store.get("run.json")
     assert not isinstance(caught.value, StoreDenied | StoreUnavailable)
 
