@@ -33,8 +33,8 @@ def ranges_of(commits: Iterable[Commit], void: Collection[int] = ()) -> list[Tra
     """The ranges (one replica's training in one round) whose inner steps an outer step averaged, in order.
 
     Ordered by round and replica. Work carried into a later contribution counts once that was averaged. Commits that
-    were not applied add none: their contributions changed no base, or are carried. Of work of the rounds `void`, whose
-    commits contradict the log and may name any manifest, the manifest is the one that is there.
+    were not applied add none: their contributions changed no base, or are carried. A range of
+    a round in `void`, whose commit contradicts the log and may name any manifest, has the manifest that is there.
     """
     named: dict[tuple[int, int], str] = {}
     moved: set[tuple[int, int]] = set()
