@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError
@@ -37,6 +38,7 @@ class DataCursor:
         self._batches = 0  # of this epoch
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
         self._iterator: Iterator[Any] | None = None
+        self._has_workers = False  # of an earlier epoch, which a DataLoader keeps
 
     def next(self) -> Any:
         """The next batch. Raises `ConfigError` if the data yields none."""
@@ -45,6 +47,7 @@ class DataCursor:
                 self._set_epoch()
                 self._begin_epoch(self._epoch)
                 self._chance = rng.capture(self._generator)
+                self._draw_seed_of_kept_workers()
                 self._iterator = iter(self._data)
             for batch in self._iterator:
                 self._batches += 1
@@ -84,6 +87,15 @@ class DataCursor:
         for part in (self._data, *(getattr(self._data, name, None) for name in _HAVE_EPOCHS)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
+
+    def _draw_seed_of_kept_workers(self) -> None:
+        """Draw a number where a DataLoader goes on with workers of the epoch before.
+
+        New workers, as a restarted attempt has, cost it one before its sampler draws the order.
+        """
+        if self._has_workers:
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generator)
+        self._has_workers = bool(getattr(self._data, "persistent_workers", False))
 
     @property
     def _generator(self) -> Any:

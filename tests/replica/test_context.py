@@ -260,6 +260,22 @@ def test_a_restarted_attempt_takes_whole_epochs_of_a_stream_of_datasets(steps: i
     assert len(read) <= len(second) + 1  # what was trained is not read again
 
 
+def test_a_loader_that_keeps_its_workers_has_one_order_with_and_without_a_restart():
+    """New workers cost a random number before the order is drawn, and kept ones none."""
+
+    def cursor() -> DataCursor:
+        return DataCursor(torch.utils.data.DataLoader(range(5), shuffle=True, num_workers=1, persistent_workers=True))  # type: ignore[arg-type]
+
+    torch.manual_seed(3)
+    straight = cursor()
+    before, position = [int(straight.next()) for _ in range(7)], straight.position()
+    after = [int(straight.next()) for _ in range(8)]
+    assert sorted(before[:5]) == sorted(before[5:] + after[:3]) == sorted(after[3:]) == list(range(5))
+    restarted = cursor()
+    restarted.seek(position)
+    assert [int(restarted.next()) for _ in range(8)] == after
+
+
 def test_data_learns_its_epoch_before_it_takes_its_state():
     class Reshuffled:
         """Three numbers in an order of the epoch, of which `set_epoch` begins the first."""
