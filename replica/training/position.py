@@ -17,6 +17,7 @@ from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 
+_OWN = "own"  # in the saved states of random generators: those of the data's parts, beside its own
 _HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
 
 
@@ -37,6 +38,7 @@ class DataCursor:
         self._epoch = self._epoch_set = 0
         self._batches = 0  # of this epoch
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
+        self._own = [each for each in rng.generators_in(data) if each is not self._generator]  # such as a sampler's
         self._iterator: Iterator[Any] | None = None
         self._has_workers = False  # of an earlier epoch, which a DataLoader keeps
 
@@ -46,7 +48,7 @@ class DataCursor:
             if self._iterator is None:
                 self._set_epoch()
                 self._begin_epoch(self._epoch)
-                self._chance = rng.capture(self._generator)
+                self._chance = self._drawn_so_far()
                 self._draw_seed_of_kept_workers()
                 self._iterator = iter(self._data)
             for batch in self._iterator:
@@ -72,7 +74,7 @@ class DataCursor:
                     f"the data's state_dict() is not JSON ({error}); it must be, to resume from."
                 ) from None
         else:
-            position["chance"] = self._chance or rng.capture(self._generator)
+            position["chance"] = self._chance or self._drawn_so_far()
         return position
 
     def _set_epoch(self) -> None:
@@ -87,6 +89,11 @@ class DataCursor:
         for part in (self._data, *(getattr(self._data, name, None) for name in _HAVE_EPOCHS)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
+
+    def _drawn_so_far(self) -> dict[str, Any]:
+        """The states of all random generators that may decide the order of an epoch."""
+        found = rng.capture(self._generator)
+        return {**found, _OWN: [rng.capture_generator(each) for each in self._own]} if self._own else found
 
     def _draw_seed_of_kept_workers(self) -> None:
         """Draw a number where a DataLoader goes on with workers of the epoch before.
@@ -115,6 +122,8 @@ class DataCursor:
             return
         if "chance" in position:
             rng.restore(position["chance"], self._generator)
+            for generator, state in zip(self._own, position["chance"].get(_OWN, ()), strict=False):
+                rng.restore_generator(state, generator)
         for _ in range(position["batches"]):
             before = self._epoch
             self.next()

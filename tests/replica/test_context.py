@@ -206,8 +206,8 @@ def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):
     assert seen[before:] == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # three skipped, then the six of rounds 2 and 3
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["global generator", "its own"])
-def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: bool, tmp_path: Path):
+@pytest.mark.parametrize("generator", ["the process's", "its own", "its sampler's"])
+def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(generator: str, tmp_path: Path):
     """With a DataLoader that shuffles, over epochs: the same batches in the same order as without the restart."""
 
     def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
@@ -215,8 +215,12 @@ def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: b
             seen.extend(picked)
             return batch_of(picked[0])
 
-        generator = torch.Generator().manual_seed(5) if own_generator else None
-        return torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator, collate_fn=collate)  # type: ignore[arg-type]
+        drawn = torch.Generator().manual_seed(5)
+        if generator == "its sampler's":
+            sampler = torch.utils.data.RandomSampler(range(4), generator=drawn)  # type: ignore[arg-type]
+            return torch.utils.data.DataLoader(range(4), sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+        own = drawn if generator == "its own" else None
+        return torch.utils.data.DataLoader(range(4), shuffle=True, generator=own, collate_fn=collate)  # type: ignore[arg-type]
 
     straight: list[int] = []
     train(Alone(tmp_path / "straight", rounds=3), loader(straight))
