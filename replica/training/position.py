@@ -21,6 +21,15 @@ _OWN = "own"  # in the saved states of random generators: those of the data's pa
 _HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
 
 
+def has_position(data: Any) -> bool:
+    """Whether data saves and restores its own position.
+
+    accelerate's loaders all have the methods for that, which work where the loader inside them has them too.
+    """
+    inside = data, getattr(data, "base_dataloader", data)
+    return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in inside)
+
+
 class DataCursor:
     """An endless iterator over the user's `data`, epoch after epoch, whose position can be saved and restored.
 
@@ -34,7 +43,7 @@ class DataCursor:
     def __init__(self, data: Iterable[Any], begin_epoch: Callable[[int], None] = lambda epoch: None) -> None:
         self._data = data
         self._begin_epoch = begin_epoch
-        self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._stateful = has_position(data)
         self._epoch = self._epoch_set = 0
         self._batches = 0  # of this epoch
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start

@@ -1,5 +1,6 @@
 """`ctx.attach` in one process: the training loop's side of a run, alone over a folder."""
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -277,6 +278,23 @@ def test_a_loader_that_keeps_its_workers_has_one_order_with_and_without_a_restar
     assert sorted(before[:5]) == sorted(before[5:] + after[:3]) == sorted(after[3:]) == list(range(5))
     restarted = cursor()
     restarted.seek(position)
+    assert [int(restarted.next()) for _ in range(8)] == after
+
+
+def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_restart():
+    """Its methods for a position raised an AttributeError at the end of the first round."""
+    accelerator = pytest.importorskip("accelerate", reason="the extra [trl] is not installed").Accelerator(cpu=True)
+
+    def cursor() -> DataCursor:
+        return DataCursor(accelerator.prepare(torch.utils.data.DataLoader(range(5), shuffle=True)))  # type: ignore[arg-type]
+
+    torch.manual_seed(3)
+    straight = cursor()
+    before, position = [int(straight.next()) for _ in range(7)], straight.position()
+    after = [int(straight.next()) for _ in range(8)]
+    assert sorted(before[:5]) == sorted(before[5:] + after[:3]) == sorted(after[3:]) == list(range(5))
+    restarted = cursor()
+    restarted.seek(json.loads(json.dumps(position)))
     assert [int(restarted.next()) for _ in range(8)] == after
 
 
