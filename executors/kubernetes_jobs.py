@@ -54,6 +54,8 @@ from diloco_orchestrator.executors.kubernetes_objects import (
 from diloco_orchestrator.executors.kubernetes_template import container_of, read_template
 from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
     RemoteExecutor,
     attempt_name,
     run_selector,
@@ -168,6 +170,8 @@ class KubernetesExecutor(RemoteExecutor):
         """
         request = with_meeting_key(request, self._pod)
         body, name = job_body(request, self._pod), attempt_name(request)
+        if self._pod.queue is not None:
+            self._leave_queue(request)
         job = self._api.call("create_namespaced_job", f"Job {name}", self._namespace, body, answers=(409,))
         created = job is not None
         if job is None:
@@ -219,9 +223,8 @@ class KubernetesExecutor(RemoteExecutor):
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
         found: dict[str, ReplicaStatus] = {}
-        for (namespace, run_id), fleet in sorted(fleets.items()):
-            chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
-            found |= self._of_fleet(_pods_by_uid(fleet), namespace, chosen)
+        for (namespace, _), fleet in sorted(fleets.items()):
+            found |= self._of_fleet(_pods_by_uid(fleet), namespace, selector(*fleet))
         return [found[handle.native["uid"]] for handle in handles]
 
     def _of_fleet(self, uids: Mapping[str, int], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
@@ -318,8 +321,19 @@ class KubernetesExecutor(RemoteExecutor):
             self._api.call("patch_namespaced_pod", f"Pod {pod_name}", pod_name, namespace, due, answers=(404,))
         self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
 
+    def _leave_queue(self, request: LaunchRequest) -> None:
+        """Delete the Jobs of earlier attempts of the replica that a queue holds.
+
+        Kueue suspends a running Job to preempt it, and would let it in again, before or beside the next attempt.
+        """
+        chosen = f"{run_selector(request.run_id)},{LABEL_REPLICA}={request.replica_id}"
+        for job in self._api.items("job", self._namespace, chosen):
+            earlier = int(job["metadata"]["labels"][LABEL_ATTEMPT]) < request.attempt
+            if earlier and job["spec"].get("suspend"):
+                self._undo(job["metadata"]["name"])
+
     def _undo(self, name: str) -> None:
-        """Delete a Job that was just created, and its pod, if the API server allows it."""
+        """Delete a Job and its pod, if the API server allows it."""
         options = {"propagationPolicy": "Background"}
         with suppress(ExecutorError):
             self._api.call("delete_namespaced_job", f"Job {name}", name, self._namespace, body=options, answers=(404,))

@@ -285,10 +285,18 @@ def _spot_nodes() -> dict[str, Any]:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
-def selector(handle: ReplicaHandle) -> str:
-    """The label selector for an attempt's Job and pods."""
-    run = run_label(handle.run_id)
-    return f"{LABEL_RUN}={run},{LABEL_REPLICA}={handle.replica_id},{LABEL_ATTEMPT}={handle.attempt}"
+def selector(*handles: ReplicaHandle) -> str:
+    """The label selector for Jobs and pods of attempts of one run, of which it excludes most others.
+
+    All Jobs of a run stay for a week, each with the text of its replica's program: megabytes after some preemptions.
+    """
+    replicas, attempts = ({handle.replica_id for handle in handles}, {handle.attempt for handle in handles})
+    return f"{LABEL_RUN}={run_label(handles[0].run_id)},{_of(LABEL_REPLICA, replicas)},{_of(LABEL_ATTEMPT, attempts)}"
+
+
+def _of(label: str, numbers: set[int]) -> str:
+    several = ",".join(map(str, sorted(numbers)))
+    return f"{label}={several}" if len(numbers) == 1 else f"{label} in ({several})"
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------

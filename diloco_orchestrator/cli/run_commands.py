@@ -346,7 +346,7 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 @click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
 @click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
 @click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: two to three minutes on 2 cores]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: one to two minutes on 2 cores]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
 @click.option(
     "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
@@ -355,7 +355,7 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 @click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
 @json_option
 def demo(as_json: bool, **options: Any) -> int:
-    """Train a small language model with 4 local replicas over a folder: the whole product in three minutes."""
+    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
     from diloco_orchestrator.cli.demo_command import show
 
     return show(as_json=as_json, **options)

@@ -255,6 +255,6 @@ class Coordinator:
         """Stop the run without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
         self._seen.forget()
         self._end.commit_stop(stop, why)
-        log.warning("the run is stopped (%s): %s", stop, why)
+        log.warning("the run is stopped (%s): %s", stop, self._fleet.as_told(why))
         self._stopped_at = self._clock.now()
         self.cancel_all(why)

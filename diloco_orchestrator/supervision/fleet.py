@@ -253,6 +253,13 @@ class Fleet:
             return words.replace(told, f"for the same reason as replica {replica_id}, attempt {attempt}")
         return words if isinstance(state, Ended) and not repeated else words.replace(told, "as said above")
 
+    def as_told(self, words: str) -> str:
+        """`words` for the log, without the causes that were logged as attempts ended for them."""
+        for cause in sorted(self._told, key=len, reverse=True):  # a cause may be part of another
+            if len(cause) >= _SHORT:
+                words = words.replace(cause, "as said above")
+        return words
+
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.
 

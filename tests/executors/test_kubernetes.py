@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
 import pytest
@@ -443,6 +444,24 @@ def test_a_job_cancelled_in_its_queue_is_cancelled_for_everybody(rig: Kubernetes
     assert cluster.machines("contract-run") == 0
 
 
+def test_a_job_that_its_queue_suspended_again_leaves_the_queue_to_the_next_attempt(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
+    """As Kueue preempts: its pod is told to end. Were the Job let in again, its pod would only find itself replaced."""
+    executor = rig.executor(queue="gpus")
+    first, other = executor.launch(request_of(_STAY)), executor.launch(request_of(_STAY, replica_id=1))
+    cluster.unsuspend(first.native["job"])
+    wait_until(lambda: "here" in list(executor.logs(first)), "it has started")
+    cluster.unsuspend(first.native["job"], back=True)
+    second = executor.launch(request_of(_STAY, attempt=2))
+    left = [each.native["job"] for each in executor.find("contract-run")]
+    assert left == [second.native["job"], other.native["job"]]
+    cluster.unsuspend(second.native["job"])
+    wait_until(lambda: executor.poll(second).state is ReplicaState.RUNNING, "the second runs")
+    executor.launch(request_of(_STAY, attempt=3))
+    assert len(executor.find("contract-run")) == 3  # one that runs is not ended by a launch
+
+
 def test_a_job_cancelled_before_a_node_was_found_ends(rig: KubernetesRig, cluster: LoopbackKubernetes):
     cluster.holding = True
     handle = rig.executor().launch(request_of(_STAY))
@@ -489,6 +508,17 @@ def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it
     executor.cancel(handles[2])
     ended_state(executor, handles[2])
     assert listed(ReplicaState.CANCELLED) == ["pods", "jobs", "pods"]  # the end of a Job and that of its pod
+
+
+def test_attempts_that_have_ended_are_not_listed_again(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor()
+    for number in (1, 2):
+        ended_state(executor, executor.launch(request_of("pass", attempt=number)))
+    handles = [executor.launch(request_of(_STAY, replica_id=i, attempt=3 + i)) for i in range(2)]
+    wait_until(lambda: {each.state for each in executor.poll_many(handles)} == {ReplicaState.RUNNING}, "both run")
+    asked = parse_qs(urlparse(cluster.requests[-1][1]).query)["labelSelector"]
+    _, listed = cluster.list_all("default", "pods", *asked)
+    assert {each["metadata"]["labels"]["diloco-attempt"] for each in listed["items"]} == {"3", "4"}
 
 
 @pytest.mark.parametrize(

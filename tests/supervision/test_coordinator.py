@@ -106,6 +106,22 @@ def test_an_error_that_no_relaunch_mends_is_in_the_log_once_with_its_kind_once(c
     ]
 
 
+def test_the_error_of_all_replicas_is_not_repeated_as_the_run_stops_for_it(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    scene = Scene(replicas=2)
+    coordinator = scene.coordinator()
+    coordinator.step()
+    cause = "ConfigError: held-out items 3 and 5 are the same"
+    for replica_id in (0, 1):
+        scene.ends(replica_id, 1, ReplicaState.FAILED, f"permanent: {cause}", code=78)
+    scene.steps(coordinator, 3)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum(cause in line for line in lines) == 1, lines
+    assert "the run is stopped (failed): replicas 0 and 1: cannot take part: as said above" in lines
+    result = coordinator.reader.log.result(1)
+    assert result is not None and cause in result.reason
+
+
 def test_an_unknown_state_is_never_a_reason_to_act():
     scene = Scene()
     coordinator = scene.coordinator()

@@ -115,10 +115,10 @@ class LoopbackKubernetes:
             for key in [key for key, each in self._objects.items() if job in (each["metadata"]["name"], _owner(each))]:
                 del self._objects[key]
 
-    def unsuspend(self, job: str) -> None:
-        """What Kueue does when there is room."""
+    def unsuspend(self, job: str, back: bool = False) -> None:
+        """What Kueue does when there is room; `back`: when the room is another's."""
         with self._lock:
-            self._find("jobs", job)["spec"]["suspend"] = False
+            self._find("jobs", job)["spec"]["suspend"] = back
 
     def machines(self, run: str) -> int:
         """How many processes it started for a run, those it is about to start included."""
@@ -182,14 +182,15 @@ class LoopbackKubernetes:
             return (200, copy.deepcopy(found)) if found and name not in self.hides else _not_found(kind, name)
 
     def list_all(self, namespace: str, kind: str, selector: str, fields: str = "") -> tuple[int, _Object]:
-        wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
+        parts = re.findall(r"([^,= ]+)(?:=([^,]*)| in \(([^)]*)\))", selector)
+        wanted = [(key, set(values.split(",")) if values else {value}) for key, value, values in parts]
         asked = [part.partition("=")[::2] for part in fields.split(",") if part]
         with self._lock:
             items = [
                 copy.deepcopy(each)
                 for (its_namespace, its_kind, _), each in self._objects.items()
                 if (its_namespace, its_kind) == (namespace, kind)
-                and all(each["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+                and all(each["metadata"].get("labels", {}).get(key) in values for key, values in wanted)
                 and all(_field(each, key) == value for key, value in asked)
             ]
         kinds = {
