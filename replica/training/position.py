@@ -3,19 +3,23 @@
 A position goes into every manifest as `Progress`, from which the next attempt continues.
 """
 
+import base64
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from pydantic import JsonValue
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
+from diloco_orchestrator.replica.training.small_state import LIMIT
+from diloco_orchestrator.replica.training.tensor_tree import check_packable, pack, unpack
 
 _OWN = "own"  # in the saved states of random generators: those of the data's parts, beside its own
 _HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
@@ -72,16 +76,14 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
+        """The position where `next` continues, as JSON. Raises `ConfigError` for data whose state cannot be saved."""
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
             try:
                 position["state"] = json.loads(json.dumps(state, allow_nan=False))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"the data's state_dict() is not JSON ({error}); it must be, to resume from."
-                ) from None
+            except (TypeError, ValueError):
+                position["packed"] = _packed(state)
         else:
             position["chance"] = self._chance or self._drawn_so_far()
         return position
@@ -125,8 +127,9 @@ class DataCursor:
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         self._set_epoch()  # first: `datasets` ignores a state of another epoch than the set one
-        if self._stateful and "state" in position:
-            self._data.load_state_dict(position["state"])  # type: ignore[attr-defined]
+        if self._stateful and ("state" in position or "packed" in position):
+            state = _unpacked(position["packed"]) if "packed" in position else position["state"]
+            self._data.load_state_dict(state)  # type: ignore[attr-defined]
             self._batches = position["batches"]
             return
         if "chance" in position:
@@ -141,6 +144,27 @@ class DataCursor:
                     f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
                     "seen: it must be the same at every start."
                 )
+
+
+def _packed(state: Any) -> str:
+    """A state of data that is not JSON, such as one with tensors, as text. Raises `ConfigError` if that cannot be."""
+    check_packable(state, "the data's state_dict()")
+    data = pack(state)
+    if len(data) > LIMIT:
+        raise ConfigError(
+            f"the data's state_dict() has {len(data)} bytes, which every manifest would hold: at most {LIMIT} are "
+            "saved. Return a smaller one, such as numbers of files and rows."
+        )
+    return base64.b64encode(zlib.compress(data, 9)).decode()
+
+
+def _unpacked(text: str) -> Any:
+    """The state that `_packed` encoded. Raises `RecordInvalid` for any other text."""
+    where = "the position in data in this replica's manifest"
+    try:
+        return unpack([zlib.decompress(base64.b64decode(text, validate=True))], where)
+    except (ValueError, zlib.error) as error:
+        raise RecordInvalid(f"{where} cannot be decoded ({error}): it was changed.") from None
 
 
 class TrainingPosition:

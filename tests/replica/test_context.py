@@ -298,6 +298,41 @@ def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_
     assert [int(restarted.next()) for _ in range(8)] == after
 
 
+class Drawn:
+    """Numbers from a generator, whose state is a tensor, as that of torchdata's loaders. `more`: further state."""
+
+    def __init__(self, more: Any = None) -> None:
+        self.generator, self.more = torch.Generator().manual_seed(7), more
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(1000, (), generator=self.generator))
+
+    def state_dict(self) -> dict[Any, Any]:
+        return {0: self.generator.get_state(), "more": self.more}
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.generator.set_state(state[0])
+
+
+def test_the_position_of_data_may_hold_tensors():
+    first, second = DataCursor(Drawn()), DataCursor(Drawn())
+    [first.next() for _ in range(3)]
+    second.seek(json.loads(json.dumps(first.position())))
+    assert [second.next() for _ in range(5)] == [first.next() for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({1}, r"state_dict\(\)\['more'\] is a set"), (torch.zeros(2**14), "bytes.* at most 65536 are saved")],
+)
+def test_a_position_that_no_manifest_can_hold_is_refused(more: Any, words: str):
+    cursor = DataCursor(Drawn(more))
+    cursor.next()
+    with pytest.raises(ConfigError, match=words):
+        cursor.position()
+
+
 def test_data_learns_its_epoch_before_it_takes_its_state():
     class Reshuffled:
         """Three numbers in an order of the epoch, of which `set_epoch` begins the first."""
