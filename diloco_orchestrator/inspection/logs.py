@@ -28,6 +28,12 @@ def executor_of_run(
     this user did not launch on this machine, unless `trust_bucket` is set. `need`: why the executor is needed, the
     beginning of that message. `instead`: what else its reader can do.
     """
+    if reader.is_by_hand():
+        raise ConfigError(
+            f"the replicas of {reader.store.url} are loops that their users start (ObjectStoreManager.join): nothing "
+            "can be launched here, and their output is where they run. Start their programs again, each with its "
+            "replica_id."
+        )
     if not trust_bucket:
         check_launched_here(reader.log, need, instead)
     spec = reader.run.executor

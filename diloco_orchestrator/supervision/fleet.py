@@ -106,6 +106,11 @@ class Fleet:
         """Views of the replicas, in the order of their ids."""
         return tuple(self._views.values())
 
+    @property
+    def waited_for(self) -> set[tuple[int, float]]:
+        """The rounds whose end replicas waited for, as heartbeats say, and when these were read, on the own clock."""
+        return {each for each in self._events.waited_for.values() if each is not None}
+
     def alive(self) -> list[int]:
         """Replicas whose newest attempt is not known to have ended."""
         return [view.replica_id for view in self.views if isinstance(view.state, Alive)]
