@@ -97,7 +97,9 @@ class DataCursor:
         if self._epoch == self._epoch_set:
             return
         self._epoch_set = self._epoch
-        for part in (self._data, *(getattr(self._data, name, None) for name in _HAVE_EPOCHS)):
+        batches = getattr(self._data, "batch_sampler", None)
+        parts = (*(getattr(self._data, name, None) for name in _HAVE_EPOCHS), getattr(batches, "sampler", None))
+        for part in {id(each): each for each in (self._data, *parts)}.values():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
 

@@ -362,13 +362,19 @@ def test_data_learns_its_epoch_before_it_takes_its_state():
     assert second.next() == 2
 
 
-def test_every_epoch_of_a_sampler_that_is_told_it_has_an_order_of_its_own_also_after_a_restart(tmp_path: Path):
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_every_epoch_of_a_sampler_that_is_told_it_has_an_order_of_its_own_also_after_a_restart(
+    in_batches: bool, tmp_path: Path
+):
     def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
         def collate(picked: list[int]) -> Any:
             seen.extend(picked)
             return batch_of(picked[0])
 
         sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=1)  # type: ignore[arg-type]
+        if in_batches:
+            batches = torch.utils.data.BatchSampler(sampler, 1, drop_last=False)
+            return torch.utils.data.DataLoader(range(8), batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
         return torch.utils.data.DataLoader(range(8), sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
     straight: list[int] = []
