@@ -98,6 +98,9 @@ class Run:
         self._tracker = self._tracker_of(reader.log.run, track)
         self._untracked = reader.new_rows()
 
+    def __repr__(self) -> str:
+        return f"Run({self.url!r})"
+
     def _coordinate(self) -> Coordinator:
         """A coordinator for the rounds since the run's start or last resume."""
         threads = ThreadBackground()
