@@ -414,8 +414,8 @@ def launch(
         log.warning("%s", few)
     if why := config.why_by_tokens:
         log.info("%s", why)
-    if prepared.unpaid:
-        log.warning("%s", prepared.unpaid)
+    for words in filter(None, (prepared.unpaid, prepared.unsigned)):
+        log.warning("%s", words)
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 
