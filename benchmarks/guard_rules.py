@@ -118,6 +118,9 @@ def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray
             enough = gained & (distance > c.OF_THE_GAIN * gain) & (distance > c.GAINED[1] * width)
             if lasted >= c.OTHERWISE[0]:
                 enough |= ~gained & (distance > usual) & (distance > c.OTHERWISE[1] * width)
+            elif rule.EXPLODED is not None and lasted >= rule.EXPLODED[0]:
+                known = (one.range[end - 1] > 0) & (distance > usual)
+                enough |= ~gained & known & (distance > rule.EXPLODED[1] * width)
             found |= varies & enough & (distance > 0) & (width > 0)
     return found
 
@@ -483,8 +486,7 @@ class _Gap:
                 held, trained, score, few, bend, repeated & fell & (trained > self.reference[1])
             )
             sigma = np.where(apart, step / 2, sigma)
-            surely = (lost > c.SURELY * bend) | (lost > c.SHARE * np.abs(score + lost))
-            counts = ~repeated | apart | (fell & surely)
+            counts = ~repeated | apart | (fell & (lost > c.SURELY * bend))
         known = counts & (sigma > 0)
         unit = np.where(known, sigma, 1.0)
         gap = (trained - self.reference[1]) - (held - self.reference[0])

@@ -22,8 +22,8 @@ FEWEST = 6  # different rounds before, of at most `BLOCK` that are compared with
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
 # A held-out score that stands still is one draw of its noise, low or high. It has surely fallen if it lost more than so
-# many times the mean size of its second differences (together 2.5 standard deviations of AR(1) .5 noise, 3.9 of white), or
-# this share of itself: a fall to nothing in the first rounds is itself a part of that mean.
+# many times the mean size of its second differences (together 2.5 standard deviations of AR(1) .5 noise, 3.9 of white);
+# beside a jump apart also if it lost this share of itself, as a fall in the first rounds is itself a part of that mean.
 SURELY, SHARE = 2.0, 0.5
 # A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
 _OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
@@ -86,7 +86,7 @@ class HackingGap(Remembered):
             gaps = [*noise.last, trained - held]
             if fell and _moved_apart(scores, gaps, few, bend, score, self.STILL):
                 sigma = (noise.step or 0.0) / 2
-            elif not (few < lost and _surely(lost, score, bend)):
+            elif lost <= max(few, SURELY * bend):
                 return []
         if not sigma > 0:
             return []
@@ -128,11 +128,6 @@ class HackingGap(Remembered):
             self.reference, self.total = self.best, 0.0
 
 
-def _surely(lost: float, score: float, bend: float) -> bool:
-    """Whether a held-out score that lost `lost`, and is `score` now, lost more than it varies by from round to round."""
-    return lost > SURELY * bend or lost > SHARE * abs(score + lost)
-
-
 def _moved_apart(
     held: Sequence[float], apart: Sequence[float], few: float, bend: float, score: float, still: int
 ) -> bool:
@@ -155,7 +150,8 @@ def _moved_apart(
         if len(before) < FEWEST:
             return False
         scores, gaps = [each for each, _ in before], [each for _, each in before]
-        fell = now < min(scores) and _surely(added(scores) / len(scores) - now, score, bend)
+        lost = added(scores) / len(scores) - now
+        fell = now < min(scores) and (lost > SURELY * bend or lost > SHARE * abs(score + lost))
         if fell and gap - max(gaps) > WIDTHS * (max(gaps) - min(gaps)) + few:
             return True
     return False
