@@ -119,7 +119,7 @@ def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray
             if lasted >= c.OTHERWISE[0]:
                 enough |= ~gained & (distance > usual) & (distance > c.OTHERWISE[1] * width)
             elif rule.EXPLODED is not None and lasted >= rule.EXPLODED[0]:
-                known = (one.range[end - 1] > 0) & (distance > usual)
+                known = (one.range[end - 1] > 0) & (distance > one.range_since[since]) & (distance > usual)
                 enough |= ~gained & known & (distance > rule.EXPLODED[1] * width)
             found |= varies & enough & (distance > 0) & (width > 0)
     return found
@@ -482,9 +482,7 @@ class _Gap:
         fell, counts = lost > few, np.ones(held.shape, bool)
         if self.rule.STILL is not None and self.last:
             repeated = (held == self.last[-1][0]) & (trained == self.last[-1][1])
-            apart = self._moved_apart(
-                held, trained, score, few, bend, repeated & fell & (trained > self.reference[1])
-            )
+            apart = self._moved_apart(held, trained, score, few, bend, repeated & fell & (trained > self.reference[1]))
             sigma = np.where(apart, step / 2, sigma)
             counts = ~repeated | apart | (fell & (lost > c.SURELY * bend))
         known = counts & (sigma > 0)

@@ -305,6 +305,7 @@ def _compared(
         return None
     if rounds >= OTHERWISE[0]:
         return distance / width, OTHERWISE[1], False
-    if exploded is not None and rounds >= exploded[0] and held[0].range > 0:  # one score before shows no range
+    # One score before shows no range, and noise that happens to fall for six rounds rises by nothing.
+    if exploded is not None and rounds >= exploded[0] and held[0].range > 0 and distance > held[1].range:
         return distance / width, exploded[1], False
     return None
