@@ -118,9 +118,6 @@ def collapsed(held: Array, trained: Array, rule: early.EarlyCollapse) -> NDArray
             enough = gained & (distance > c.OF_THE_GAIN * gain) & (distance > c.GAINED[1] * width)
             if lasted >= c.OTHERWISE[0]:
                 enough |= ~gained & (distance > usual) & (distance > c.OTHERWISE[1] * width)
-            elif rule.EXPLODED is not None and lasted >= rule.EXPLODED[0]:
-                known = (one.range[end - 1] > 0) & (distance > one.range_since[since]) & (distance > usual)
-                enough |= ~gained & known & (distance > rule.EXPLODED[1] * width)
             found |= varies & enough & (distance > 0) & (width > 0)
     return found
 

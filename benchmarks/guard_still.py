@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/guard_still.py --docs
 
 Held-out scores are shares of fixed items that are answered greedily: an answer stays until the model changes it. Each
-case is judged by the default rule and by "sequential-v4", which counts a score given again as a new one. The rules are the
-twins of `guard_rules`, which are compared with the product's folds on the first three runs of each case.
+case is judged by the default rule and by "sequential-v4", which counts a score given again as a new one. The rules are
+the twins of `guard_rules`, which are compared with the product's folds on the first three runs of each case.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.channels.noise import Noise
 from diloco_orchestrator.guard.channels.outliers import NAMED, FallingShares
 from diloco_orchestrator.guard.sequential import SequentialGuard
-from diloco_orchestrator.guard.sequential_v4 import CollapseOfAnySize, V4Channels
+from diloco_orchestrator.guard.sequential_v4 import V4Channels
 
 
 @dataclass
@@ -34,8 +34,8 @@ class AnyFalls(Falls):
 
 
 @dataclass
-class CollapseFromFirst(CollapseOfAnySize):
-    """`CollapseOfAnySize`, the detector of a fall in a run's first rounds, that compares the first base too."""
+class CollapseFromFirst(EarlyCollapse):
+    """`EarlyCollapse`, the detector of a fall in a run's first rounds, that compares the first base too."""
 
     LEAVES_OUT_FOOT: ClassVar[bool] = False
 

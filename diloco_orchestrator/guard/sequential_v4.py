@@ -2,14 +2,13 @@
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
 It differs from `SequentialGuard` in this: a Hacking Gap is measured by the noise of the rounds in which the metrics
-moved, also where neither moves any more, and rounds that repeat both count; a loss that explodes in the first rounds is
-a collapse after ten rounds only; and texts of alarms show losses with the opposite sign.
+moved, also where neither moves any more, and rounds that repeat both count; and texts of alarms show losses with the
+opposite sign.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from diloco_orchestrator.guard.channels.early import EarlyCollapse
 from diloco_orchestrator.guard.channels.hacking_gap import HackingGap
 from diloco_orchestrator.guard.channels.metrics import MetricChannels
 from diloco_orchestrator.guard.sequential import SequentialGuard
@@ -23,20 +22,12 @@ class GapOfMovingMetrics(HackingGap):
 
 
 @dataclass
-class CollapseOfAnySize(EarlyCollapse):
-    """`EarlyCollapse` that waits ten rounds where training did not gain, however far the score fell."""
-
-    EXPLODED: ClassVar[tuple[int, float] | None] = None
-
-
-@dataclass
 class V4Channels(MetricChannels):
     """The statistics of the guard rule "sequential-v4" about held-out score and training metric."""
 
     AS_REPORTED: ClassVar[bool] = False
 
     gap: HackingGap = field(default_factory=GapOfMovingMetrics)
-    early: EarlyCollapse = field(default_factory=CollapseOfAnySize)
 
 
 class SequentialV4(SequentialGuard):

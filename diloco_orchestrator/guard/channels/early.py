@@ -61,9 +61,6 @@ class EarlyCollapse(Remembered):
     # Whether the first score may be left out: where the next two or three rise, and the first rise is larger than the
     # others together, it is the foot of a climb, and does not show what scores vary by.
     LEAVES_OUT_FOOT: ClassVar[bool] = True
-    # Rounds and widths of a fall for which it halts where training did not gain, beside `OTHERWISE`: a loss that
-    # exploded. A width includes the largest rise since: a score that has made up for an eighth of its fall goes on.
-    EXPLODED: ClassVar[tuple[int, float] | None] = (6, 8.0)
 
     rows: list[list[Any]] | None = field(default_factory=list)  # model and its training metric; None: no longer judged
 
@@ -109,7 +106,7 @@ class EarlyCollapse(Remembered):
                     continue  # no fall, as `_compared` would find: most pairs
                 held_groups = _groups_since(held[window])[0], held_since[later]
                 lost_groups = _groups_since(lost[window])[0], lost_since[later]
-                known = _compared(held_groups, lost_groups, rounds, self.EXPLODED)
+                known = _compared(held_groups, lost_groups, rounds)
                 if known is not None:
                     # Rounds between the groups may have been better still: a climb, and then the fall.
                     top = max(range(end - 1, later), key=lambda index: held[index])
@@ -283,16 +280,13 @@ def _width(groups: _Groups) -> float:
     return max(before.range, since.rise) if before.range > 0 else since.range
 
 
-def _compared(
-    held: _Groups, lost: _Groups, rounds: int, exploded: tuple[int, float] | None
-) -> tuple[float, float, bool] | None:
+def _compared(held: _Groups, lost: _Groups, rounds: int) -> tuple[float, float, bool] | None:
     """A fall of the held-out score from an earlier group of rounds to a later one, as (ratio, limit, gained).
 
     `ratio`: distance of the groups over their width; `limit`: ratio above which the run halts; `gained`: whether the
     training metric rose meanwhile by more than its own width. None if the groups overlap, if the scores vary too
     little, or if the training metric explains the fall. `held`: (earlier, later group) of the held-out score; `lost`:
-    those of the negated training metric. `rounds`: number of rounds since the fall. `exploded`: as
-    `EarlyCollapse.EXPLODED`.
+    those of the negated training metric. `rounds`: number of rounds since the fall.
     """
     distance, width, steps = _distance(held), _width(held), held[0].steps
     varies = steps + held[1].steps >= STEPS or (steps >= 2 and rounds >= CONSTANT)
@@ -301,11 +295,6 @@ def _compared(
     gain, usual = _distance(lost), _width(lost)
     if gain > usual:
         return (distance / width, GAINED[1], True) if distance > OF_THE_GAIN * gain else None
-    if distance <= usual:
-        return None
-    if rounds >= OTHERWISE[0]:
+    if rounds >= OTHERWISE[0] and distance > usual:
         return distance / width, OTHERWISE[1], False
-    # One score before shows no range, and noise that happens to fall for six rounds rises by nothing.
-    if exploded is not None and rounds >= exploded[0] and held[0].range > 0 and distance > held[1].range:
-        return distance / width, exploded[1], False
     return None

@@ -38,8 +38,8 @@ class HackingGap(Remembered):
     stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. A round in which both
     metrics are those of the round before adds nothing, unless the held-out score has surely fallen: it is no new
     evidence. Where both moved apart at once and have not changed since, sigma is half the smallest change: the noise is
-    then less than what was measured while they moved. An alarm is raised when the sum is above the threshold, unless the last 8 rounds have the
-    best held-out mean. The stored state is the fields below: 24 numbers.
+    then less than what was measured while they moved. An alarm is raised when the sum is above the
+    threshold, unless the last 8 rounds have the best held-out mean. The stored state is the fields below: 24 numbers.
     """
 
     # Rounds in which neither metric may change for that: a reward that is always won, and a score of no item right.
@@ -74,8 +74,9 @@ class HackingGap(Remembered):
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
         measured. `noise`: of training metric minus held-out score. `scores`: held-out, of the last bases, this one the
         last. `few`: change of the held-out score that may be that of a few items; 0: not known. `bend`: mean
-        size of the held-out score's second differences. `tolerance`: allowed gap in sigmas of the noise. Empty too before the first reference, while the noise is not known, and if the last
-        8 rounds have the best held-out mean.
+        size of the held-out score's second differences. `tolerance`: allowed gap in sigmas of the noise.
+        Empty too before the first reference, while the noise is not known, and if the last 8 rounds have the best
+        held-out mean.
         """
         if self.reference is None or self.best is None:
             return []
