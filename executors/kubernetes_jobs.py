@@ -328,7 +328,8 @@ class KubernetesExecutor(RemoteExecutor):
         """
         chosen = f"{run_selector(request.run_id)},{LABEL_REPLICA}={request.replica_id}"
         for job in self._api.items("job", self._namespace, chosen):
-            earlier = int(job["metadata"]["labels"][LABEL_ATTEMPT]) < request.attempt
+            number = str(job["metadata"]["labels"].get(LABEL_ATTEMPT))
+            earlier = number.isdecimal() and int(number) < request.attempt
             if earlier and job["spec"].get("suspend"):
                 self._undo(job["metadata"]["name"])
 

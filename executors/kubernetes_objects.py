@@ -46,6 +46,7 @@ OF_SEVERAL = (
     "diloco-pods"  # label of pods that train one replica together; infra/eks/network-policy.yaml lets them talk
 )
 _INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of the pods of an Indexed Job
+_MOST_NUMBERS = 200  # in a selector: some 1.5 KB of a URL, of which proxies take 8
 _PORT = 29500  # of machine 0 of a replica on several pods, each of which has a network of its own
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
@@ -291,12 +292,19 @@ def selector(*handles: ReplicaHandle) -> str:
     All Jobs of a run stay for a week, each with the text of its replica's program: megabytes after some preemptions.
     """
     replicas, attempts = ({handle.replica_id for handle in handles}, {handle.attempt for handle in handles})
-    return f"{LABEL_RUN}={run_label(handles[0].run_id)},{_of(LABEL_REPLICA, replicas)},{_of(LABEL_ATTEMPT, attempts)}"
+    return f"{LABEL_RUN}={run_label(handles[0].run_id)}{_of(LABEL_REPLICA, replicas)}{_of(LABEL_ATTEMPT, attempts)}"
 
 
 def _of(label: str, numbers: set[int]) -> str:
+    """The part of a selector for objects with one of these numbers; empty, for any, where a URL would be too long."""
     several = ",".join(map(str, sorted(numbers)))
-    return f"{label}={several}" if len(numbers) == 1 else f"{label} in ({several})"
+    return (
+        ""
+        if len(numbers) > _MOST_NUMBERS
+        else f",{label}={several}"
+        if len(numbers) == 1
+        else f",{label} in ({several})"
+    )
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------
@@ -355,6 +363,8 @@ _IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
 # condition DisruptionTarget.
 _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+# The id of a sandbox or container in an event: another at each try, so that the same failure would read as a new one.
+_NEW_ID = re.compile(r"\b[0-9a-f]{32,}\b")
 # In the words of a kubelet that evicts a pod for its own use of a disk (eviction/helpers.go): the next attempt would
 # use as much. Other evictions are for want of a node's memory or disk.
 _OWN_USE = re.compile(r"exceeds the (total )?limit|exceeded its local ephemeral storage limit")
@@ -399,6 +409,7 @@ def warnings(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in in_order:
         reason, words = str(each.get("reason") or ""), " ".join(str(each.get("message") or "").split())
+        words = _NEW_ID.sub("…", words)
         if reason != _FAILED_SCHEDULING:
             found[str(each["involvedObject"].get("uid"))] = words if reason == FAILED_CREATE else f"{reason}: {words}"
     return found

@@ -292,9 +292,12 @@ class RunLog(LegRecords):
             return False
         return self.begin_after(last.commit.leg + 1, last.commit.round, last.sha256) is None
 
-    def doubt(self) -> None:
-        """Check all verdicts since the last start or resume from now on, because a record contradicts the commits."""
-        if not self.in_doubt:
+    def doubt(self, again: bool = False) -> None:
+        """Check all verdicts since the last start or resume from now on, because a record contradicts the commits.
+
+        `again`: also those that were checked already.
+        """
+        if again or not self.in_doubt:
             self.in_doubt, self._newest = True, None
             if self.run.signed_rules is not None:  # the leg may have stopped earlier, and its log be shorter
                 self._commits, self._position = [], None

@@ -19,6 +19,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
+from diloco_orchestrator.supervision.unfounded_commits import UnfoundedCommits
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,13 @@ class EndOfLeg:
         self._begin = begin.record
         self._begin_sha256 = begin.sha256
         self._stamp = stamp
+        self.unfounded = UnfoundedCommits(run_log, begin.record, coordinator_name(), stamp)
 
     def reached(self) -> bool:
         """Whether the run has stopped since its last start or resume: by a stop commit or a result. Up to two GETs."""
         last = self._last()
+        if last is not None and last.commit.stop != "none" and self.unfounded.judge():
+            return self.reached()  # that commit is void
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
@@ -51,6 +55,7 @@ class EndOfLeg:
             if self._log.start() is None:
                 self._write_result(stop, why)  # without start.json no commit can be chained
                 return
+            self.unfounded.judge()
             self._log.check_newest(self._begin)
             last = self._last()
             if last is not None and last.commit.stop != "none":

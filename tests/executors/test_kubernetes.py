@@ -22,7 +22,7 @@ from executors.contract import (
     ReplicaState,
 )
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import PodOptions, job_body, runs, status_of, telling_pods
+from executors.kubernetes_objects import PodOptions, job_body, runs, selector, status_of, telling_pods, warnings
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -343,6 +343,20 @@ def test_a_pod_that_its_node_cannot_start_has_a_machine_and_says_why(rig: Kubern
     wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "it runs")
 
 
+def test_a_warning_that_is_repeated_is_the_same_and_one_about_scheduling_is_over():
+    def event(reason: str, message: str, at: str) -> dict[str, Any]:
+        return {"reason": reason, "message": message, "lastTimestamp": at, "involvedObject": {"uid": "pod"}}
+
+    def told(sandbox: str) -> dict[str, str]:
+        words = f'Failed to create pod sandbox: plugin type="aws-cni" failed for sandbox "{sandbox * 64}"'
+        late = event("FailedScheduling", "0/3 nodes are available", "2026-11-28T10:02:00Z")
+        return warnings([late, event("FailedCreatePodSandBox", words, "2026-11-28T10:01:00Z")])
+
+    assert told("a") == told("b") and told("a")["pod"].startswith(
+        "FailedCreatePodSandBox: Failed to create pod sandbox"
+    )
+
+
 def test_a_container_that_the_cluster_adds_is_not_taken_for_the_replica(
     rig: KubernetesRig, cluster: LoopbackKubernetes
 ):
@@ -519,6 +533,12 @@ def test_attempts_that_have_ended_are_not_listed_again(rig: KubernetesRig, clust
     asked = parse_qs(urlparse(cluster.requests[-1][1]).query)["labelSelector"]
     _, listed = cluster.list_all("default", "pods", *asked)
     assert {each["metadata"]["labels"]["diloco-attempt"] for each in listed["items"]} == {"3", "4"}
+
+
+def test_a_large_fleet_is_chosen_by_what_fits_into_a_url():
+    handles = [ReplicaHandle("kubernetes", "run", replica_id, 1, "x") for replica_id in range(2000)]
+    assert selector(*handles) == "diloco-run=run,diloco-attempt=1"
+    assert selector(*handles[:2]) == "diloco-run=run,diloco-replica in (0,1),diloco-attempt=1"
 
 
 @pytest.mark.parametrize(
