@@ -78,6 +78,9 @@ class Stream:
     def load_state_dict(self, state):
         self.rows.load_state_dict(state)
 
+    def set_epoch(self, epoch):  # without it `datasets` begins every further epoch where it was loaded
+        self.rows.set_epoch(epoch)
+
 
 def train(ctx):
     """What every replica does: a bigram model of bytes."""

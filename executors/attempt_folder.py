@@ -11,6 +11,7 @@ somebody else could create them beforehand, with links to files that are then ov
 `local_process` and `slurm_jobs` start and signal processes.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -34,6 +35,8 @@ from diloco_orchestrator.executors.processes import signal_name
 
 _TAIL_BYTES = 256 * 1024
 _OTHERS_WRITE = 0o022
+# Errors of a file system that has no locks: Lustre mounted without `flock`, NFS without a lock server.
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,17 @@ class AttemptFolder:
     def locked(self) -> Iterator[None]:
         """Context with the attempt's launch lock: one caller on this machine at a time launches it.
 
-        Waits as long as another caller holds the lock, which the system frees if that process dies. Raises
+        Waits as long as another caller holds the lock, which the system frees if that process dies. On a file system
+        without locks callers exclude nobody; of two processes of one attempt the second to claim it ends. Raises
         `ExecutorError` if the folder or the lock file is not this user's.
         """
         make_private(self.path)
         with os.fdopen(open_private(self.path / "lock", os.O_WRONLY | os.O_CREAT), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
             yield
 
     @property
@@ -168,11 +176,18 @@ class AttemptFolder:
                         yield line, offset
 
     def _write(self, name: str, text: str) -> None:
-        """Write a file of the folder by an atomic rename, so that readers see the old or the new content."""
+        """Write a file of the folder by an atomic rename, so that readers see the old or the new content.
+
+        Leaves nothing else where that fails: on a full disk every poll would leave another draft.
+        """
         draft = self.path / f"{name}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
-            file.write(text)
-        draft.replace(self.path / name)
+        try:
+            with os.fdopen(open_private(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+                file.write(text)
+            draft.replace(self.path / name)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 def state_folder(environ: Mapping[str, str]) -> Path:

@@ -202,7 +202,9 @@ class ReplicaStatus:
     """The provider's report on an attempt: state, reason, exit code, the provider's own words, and its image."""
 
     state: ReplicaState
-    reason: str = ""  # exit, permanent, superseded, oom, no_capacity, refused, image, start, auth, deadline, lost, user
+    reason: str = (
+        ""  # exit, permanent, superseded, oom, disk, no_capacity, refused, image, start, auth, deadline, lost, user
+    )
     exit_code: int | None = None  # negative: killed by that signal; None: unknown
     native_state: str = ""
     message: str = ""

@@ -230,12 +230,14 @@ def _describe(session: "Session", cluster: str) -> dict[str, Any]:
 
 
 def _login_error(cluster: str, error: Exception) -> ExecutorError:
-    from botocore.exceptions import CredentialRetrievalError, NoCredentialsError, TokenRetrievalError
+    from botocore import exceptions
 
-    refused = (NoCredentialsError, CredentialRetrievalError, TokenRetrievalError)
+    names = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError")
+    logins = ("SSOError", "LoginError")  # the last of newer versions: `aws login`
+    refused = tuple(getattr(exceptions, name) for name in (*names, *logins) if hasattr(exceptions, name))
     if isinstance(error, refused):
         return ExecutorDenied(
-            f"there are no working AWS credentials to enter cluster {cluster} with: {error}. "
-            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret."
+            f"there are no working AWS credentials to enter cluster {cluster} with: {str(error).rstrip('.')}. "
+            "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and its secret; a login that has ended: aws sso login."
         )
     return Unavailable(f"AWS did not answer about cluster {cluster}: {error}. Try again.")

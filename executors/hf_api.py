@@ -5,7 +5,7 @@
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -118,14 +118,16 @@ class HFJobsApi:
         except _Gone:
             return None
 
-    def find(self, labels: Mapping[str, str], namespace: str | None = None) -> list[Job]:
-        """All jobs with these labels, ended ones included. `namespace`: their owner; None: that of this object.
+    def find(self, labels: Mapping[str, str], namespace: str | None = None, stages: Sequence[str] = ()) -> list[Job]:
+        """All jobs with these labels in these stages, by default in any, ended ones included. `namespace`: their owner;
+        None: that of this object.
 
         An empty list that a proxy returns in the service's place counts as no jobs, because nothing distinguishes it. A
         launch then creates a job, whose reply is checked; a poll requests each job that the listing lacks.
         """
         url: str | None = f"{self.endpoint}/api/jobs/{namespace or self.namespace}"
-        params: dict[str, Any] | None = {"label": [f"{name}={value}" for name, value in labels.items()]}
+        asked = {"label": [f"{name}={value}" for name, value in labels.items()], "stage": list(stages)}
+        params: dict[str, Any] | None = {name: values for name, values in asked.items() if values}
         jobs: list[Job] = []
         try:
             while url:

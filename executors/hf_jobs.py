@@ -31,6 +31,7 @@ from diloco_orchestrator.executors.contract import (
 )
 from diloco_orchestrator.executors.hf_api import HFJobsApi
 from diloco_orchestrator.executors.hf_objects import (
+    LIVE_STAGES,
     Job,
     JobOptions,
     has_ended,
@@ -171,13 +172,14 @@ class HFJobsExecutor(RemoteExecutor):
         return super().poll_many(handles)
 
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
-        """The attempts' statuses, by one listing of jobs per run; a job that the listing lacks is requested alone."""
+        """The attempts' statuses, by one listing per run of jobs that have not ended; others are requested alone."""
         if len(handles) == 1:
             job = self._api.get(handles[0].native_id, handles[0].native["namespace"])
             return [self._gone(handles[0].native_id) if job is None else self._status(handles[0], job)]
         listed: dict[str, Job] = {}
         for run_id, namespace in sorted({(h.run_id, h.native["namespace"]) for h in handles}):
-            listed |= {job["id"]: job for job in self._api.find({LABEL_RUN: run_label(run_id)}, namespace)}
+            jobs = self._api.find({LABEL_RUN: run_label(run_id)}, namespace, LIVE_STAGES)
+            listed |= {job["id"]: job for job in jobs}
         return [self._status(h, listed[h.native_id]) if h.native_id in listed else self.poll(h) for h in handles]
 
     def _status(self, handle: ReplicaHandle, job: Job) -> ReplicaStatus:

@@ -179,6 +179,9 @@ BY_STAGE = {
 }
 
 
+LIVE_STAGES = tuple(stage for stage, (state, _) in BY_STAGE.items() if not state.ended)
+
+
 def has_ended(job: Job) -> bool:
     return BY_STAGE.get(job["status"]["stage"], (ReplicaState.UNKNOWN, ""))[0].ended
 

@@ -19,6 +19,7 @@ from diloco_orchestrator.executors.contract import (
     Unavailable,
 )
 from diloco_orchestrator.executors.kubernetes_objects import QUOTA, object_of
+from diloco_orchestrator.executors.kubernetes_template import CONTAINER
 
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
@@ -106,6 +107,7 @@ class KubernetesApi:
             namespace,
             answers=(400, 404),
             timeout_s=_FOLLOW_S if follow else _CALL_S,
+            container=CONTAINER,  # a cluster may add others to the pod
             follow=follow,
             timestamps=True,
             **({} if tail is None else {"tail_lines": tail}),

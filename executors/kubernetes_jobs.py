@@ -2,7 +2,7 @@
 
 Independent of any cloud: `eks_jobs` logs in to EKS. `kubernetes_objects` has the objects as data, `kubernetes_api` the
 calls. Required rights: create, get, list, patch and delete Jobs, list and patch Pods, read their logs, create Secrets,
-and Services for replicas on several pods; and to explain why a pod is refused, list Events.
+and Services for replicas on several pods; and to explain why a pod is refused or does not start, list Events.
 
 A replica on several machines is one Indexed Job of as many pods. The pod of index 0 claims the attempt and ends it, and
 its output is the attempt's; the others end with 0 once it has.
@@ -40,19 +40,22 @@ from diloco_orchestrator.executors.kubernetes_objects import (
     identity_of,
     image_of,
     job_body,
-    refusals,
     runs,
     secret_body,
     selector,
     service_body,
+    starts_on_node,
     status_of,
     telling_pods,
     waits_for_pod,
+    warnings,
     with_meeting_key,
 )
 from diloco_orchestrator.executors.kubernetes_template import container_of, read_template
 from diloco_orchestrator.executors.names import words_of
 from diloco_orchestrator.executors.remote_base import (
+    LABEL_ATTEMPT,
+    LABEL_REPLICA,
     RemoteExecutor,
     attempt_name,
     run_selector,
@@ -63,6 +66,9 @@ if TYPE_CHECKING:
 
 _IMAGE = "python:3.11-slim"  # replicas install the other packages; an image that brings torch starts minutes faster
 _GONE = "the Job is gone"
+# Fields of the events that say why a Job's pod is refused, and why a pod's container does not start.
+_REFUSED = f"involvedObject.kind=Job,reason={FAILED_CREATE}"
+_STARTS = "involvedObject.kind=Pod,type=Warning"
 _POLL_LOG_S = 0.5  # pause before a log that does not exist yet is read again
 _FOLLOWS_FOR_S = 600.0  # how long a log is followed though the API server answers nothing
 
@@ -164,6 +170,8 @@ class KubernetesExecutor(RemoteExecutor):
         """
         request = with_meeting_key(request, self._pod)
         body, name = job_body(request, self._pod), attempt_name(request)
+        if self._pod.queue is not None:
+            self._leave_queue(request)
         job = self._api.call("create_namespaced_job", f"Job {name}", self._namespace, body, answers=(409,))
         created = job is not None
         if job is None:
@@ -215,9 +223,8 @@ class KubernetesExecutor(RemoteExecutor):
         for handle in handles:
             fleets.setdefault((handle.native["namespace"], handle.run_id), []).append(handle)
         found: dict[str, ReplicaStatus] = {}
-        for (namespace, run_id), fleet in sorted(fleets.items()):
-            chosen = selector(handles[0]) if len(handles) == 1 else run_selector(run_id)
-            found |= self._of_fleet(_pods_by_uid(fleet), namespace, chosen)
+        for (namespace, _), fleet in sorted(fleets.items()):
+            found |= self._of_fleet(_pods_by_uid(fleet), namespace, selector(*fleet))
         return [found[handle.native["uid"]] for handle in handles]
 
     def _of_fleet(self, uids: Mapping[str, int], namespace: str, chosen: str) -> dict[str, ReplicaStatus]:
@@ -233,18 +240,21 @@ class KubernetesExecutor(RemoteExecutor):
         if any(condition(jobs[uid], "Complete", "Failed") for uid in uids if uid in jobs):
             # Listed after the Jobs, so that the end of a Job that ended comes with the end of its pod.
             pods = telling_pods(self._api.items("pod", namespace, chosen), uids)
-        waiting = any(waits_for_pod(jobs[uid], pods.get(uid)) for uid in uids if uid in jobs)
-        refused = self._refusals(namespace) if waiting else {}
+        refused = any(waits_for_pod(jobs[uid], pods.get(uid)) for uid in uids if uid in jobs)
+        starts = any(starts_on_node(pods.get(uid)) for uid in uids)
+        said = self._warnings(namespace, [_REFUSED] * refused + [_STARTS] * starts)
+        about = {uid: pods[uid]["metadata"]["uid"] if uid in pods else uid for uid in uids}
         return {
-            uid: status_of(jobs[uid], pods.get(uid), refused.get(uid, "")) if uid in jobs else self.gone(uid, _GONE)
+            uid: status_of(jobs[uid], pods.get(uid), said.get(about[uid], "")) if uid in jobs else self.gone(uid, _GONE)
             for uid in uids
         }
 
-    def _refusals(self, namespace: str) -> dict[str, str]:
-        """Reasons why pods of Jobs were refused, by the Job's uid; empty if events cannot be listed."""
+    def _warnings(self, namespace: str, selectors: Sequence[str]) -> dict[str, str]:
+        """The last warnings about Jobs and pods by their uid, of events that field selectors choose; empty if the API
+        server lists none.
+        """
         try:
-            chosen = f"involvedObject.kind=Job,reason={FAILED_CREATE}"
-            return refusals(self._api.items("event", namespace, chosen, by="field"))
+            return warnings([each for one in selectors for each in self._api.items("event", namespace, one, "field")])
         except ExecutorError:
             return {}
 
@@ -311,8 +321,20 @@ class KubernetesExecutor(RemoteExecutor):
             self._api.call("patch_namespaced_pod", f"Pod {pod_name}", pod_name, namespace, due, answers=(404,))
         self._cancelled.add(handle.native["uid"])  # rather than its name, which a later Job may have
 
+    def _leave_queue(self, request: LaunchRequest) -> None:
+        """Delete the Jobs of earlier attempts of the replica that a queue holds.
+
+        Kueue suspends a running Job to preempt it, and would let it in again, before or beside the next attempt.
+        """
+        chosen = f"{run_selector(request.run_id)},{LABEL_REPLICA}={request.replica_id}"
+        for job in self._api.items("job", self._namespace, chosen):
+            number = str(job["metadata"]["labels"].get(LABEL_ATTEMPT))
+            earlier = number.isdecimal() and int(number) < request.attempt
+            if earlier and job["spec"].get("suspend"):
+                self._undo(job["metadata"]["name"])
+
     def _undo(self, name: str) -> None:
-        """Delete a Job that was just created, and its pod, if the API server allows it."""
+        """Delete a Job and its pod, if the API server allows it."""
         options = {"propagationPolicy": "Background"}
         with suppress(ExecutorError):
             self._api.call("delete_namespaced_job", f"Job {name}", name, self._namespace, body=options, answers=(404,))

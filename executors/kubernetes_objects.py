@@ -38,6 +38,7 @@ from diloco_orchestrator.executors.remote_base import (
 )
 
 FAILED_CREATE = "FailedCreate"  # reason of a Job's event: the API server refused its pod
+_FAILED_SCHEDULING = "FailedScheduling"  # reason of a pod's event, which its condition says too, as long as it holds
 QUOTA = "exceeded quota"  # in the words of a refusal for which a ResourceQuota has no room
 CANCELLED = "diloco-cancelled"  # annotation of a Job that was cancelled, for every process to see
 GPU = "nvidia.com/gpu"
@@ -45,6 +46,7 @@ OF_SEVERAL = (
     "diloco-pods"  # label of pods that train one replica together; infra/eks/network-policy.yaml lets them talk
 )
 _INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of the pods of an Indexed Job
+_MOST_NUMBERS = 200  # in a selector: some 1.5 KB of a URL, of which proxies take 8
 _PORT = 29500  # of machine 0 of a replica on several pods, each of which has a network of its own
 _KEPT_S = 7 * 24 * 3600  # seconds that a Job, its log and its Secret stay after the end
 _GRACE_S = 110  # seconds from SIGTERM to SIGKILL; a spot notice comes two minutes ahead
@@ -284,10 +286,25 @@ def _spot_nodes() -> dict[str, Any]:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
 
 
-def selector(handle: ReplicaHandle) -> str:
-    """The label selector for an attempt's Job and pods."""
-    run = run_label(handle.run_id)
-    return f"{LABEL_RUN}={run},{LABEL_REPLICA}={handle.replica_id},{LABEL_ATTEMPT}={handle.attempt}"
+def selector(*handles: ReplicaHandle) -> str:
+    """The label selector for Jobs and pods of attempts of one run, of which it excludes most others.
+
+    All Jobs of a run stay for a week, each with the text of its replica's program: megabytes after some preemptions.
+    """
+    replicas, attempts = ({handle.replica_id for handle in handles}, {handle.attempt for handle in handles})
+    return f"{LABEL_RUN}={run_label(handles[0].run_id)}{_of(LABEL_REPLICA, replicas)}{_of(LABEL_ATTEMPT, attempts)}"
+
+
+def _of(label: str, numbers: set[int]) -> str:
+    """The part of a selector for objects with one of these numbers; empty, for any, where a URL would be too long."""
+    several = ",".join(map(str, sorted(numbers)))
+    return (
+        ""
+        if len(numbers) > _MOST_NUMBERS
+        else f",{label}={several}"
+        if len(numbers) == 1
+        else f",{label} in ({several})"
+    )
 
 
 # -- the reply --------------------------------------------------------------------------------------------------------
@@ -337,18 +354,26 @@ _BY_WAITING = {
 }
 
 
+# Reasons why a container waits that pass by themselves: None: its node has not reported it yet.
+_BEGINS = (None, "ContainerCreating", "PodInitializing")
+
 # The form of an image that was pulled. One that was loaded on its node has an id without a name.
 _IMAGE_ID = re.compile(r"[A-Za-z0-9._:/@-]{1,400}@sha256:[0-9a-f]{64}")
 
 # Reasons of a pod that its node or scheduler ended, on servers before 1.26, which drop podFailurePolicy and know no
 # condition DisruptionTarget.
 _DISRUPTED = ("Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+# The id of a sandbox or container in an event: another at each try, so that the same failure would read as a new one.
+_NEW_ID = re.compile(r"\b[0-9a-f]{32,}\b")
+# In the words of a kubelet that evicts a pod for its own use of a disk (eviction/helpers.go): the next attempt would
+# use as much. Other evictions are for want of a node's memory or disk.
+_OWN_USE = re.compile(r"exceeds the (total )?limit|exceeded its local ephemeral storage limit")
 
 
-def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: str = "") -> ReplicaStatus:
+def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, said: str = "") -> ReplicaStatus:
     """The status of an attempt, from its Job and its newest pod (None if it has none).
 
-    `refused`: the reason from `refusals` why the API server refused the pod, or "".
+    `said`: the words from `warnings` about the pod, or about the Job of a pod that the API server refused, or "".
     """
     end = condition(job, "Complete", "Failed")
     if end is not None and end["type"] == "Complete":
@@ -364,25 +389,30 @@ def status_of(job: Mapping[str, Any], pod: Mapping[str, Any] | None, refused: st
             return ReplicaStatus(ReplicaState.CANCELLED, "user", None, "Suspended", "cancelled before it started")
         return ReplicaStatus(ReplicaState.PENDING, "", None, "Suspended", "waits in its queue")
     if pod is None:
-        if not refused:
+        if not said:
             return ReplicaStatus(ReplicaState.PENDING, "", None, "", "has no pod yet")
-        reason = "no_capacity" if QUOTA in refused else "refused"
-        return ReplicaStatus(ReplicaState.PENDING, reason, None, FAILED_CREATE, f"its pod is refused: {refused}")
+        reason = "no_capacity" if QUOTA in said else "refused"
+        return ReplicaStatus(ReplicaState.PENDING, reason, None, FAILED_CREATE, f"its pod is refused: {said}")
     phase = str(pod.get("status", {}).get("phase", ""))
     state = _BY_PHASE.get(phase, ReplicaState.UNKNOWN)
     if state is ReplicaState.PENDING:
-        return _waiting_status(pod)
+        return _waiting_status(pod, said)
     return ReplicaStatus(state, native_state=phase, image=image_of(pod))
 
 
-def refusals(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Reasons why the API server last refused a Job's pod, by the Job's uid. `events`: of the reason FAILED_CREATE.
+def warnings(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The last warning about each Job and pod, by its uid: why its pod was refused, or its container does not start.
 
-    The Job controller keeps trying, because a quota may be freed or a missing service account created.
+    Controllers and nodes keep trying: a quota may be freed, a missing service account, claim or Secret created.
     """
     in_order = sorted(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
-    words = ((each["involvedObject"].get("uid"), str(each.get("message") or "")) for each in in_order)
-    return {str(uid): " ".join(text.split()) for uid, text in words}
+    found: dict[str, str] = {}
+    for each in in_order:
+        reason, words = str(each.get("reason") or ""), " ".join(str(each.get("message") or "").split())
+        words = _NEW_ID.sub("…", words)
+        if reason != _FAILED_SCHEDULING:
+            found[str(each["involvedObject"].get("uid"))] = words if reason == FAILED_CREATE else f"{reason}: {words}"
+    return found
 
 
 def waits_for_pod(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> bool:
@@ -399,16 +429,26 @@ def runs(pod: Mapping[str, Any] | None) -> bool:
     return bool((pod.get("status") or {}).get("phase") == "Running")
 
 
-def _waiting_status(pod: Mapping[str, Any]) -> ReplicaStatus:
-    waiting = container_state(pod, "waiting")
-    if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+def starts_on_node(pod: Mapping[str, Any] | None) -> bool:
+    """Whether a pod has a node, on which its containers do not run yet."""
+    return pod is not None and pod.get("status", {}).get("phase") == "Pending" and bool(condition(pod, "PodScheduled"))
+
+
+def _waiting_status(pod: Mapping[str, Any], said: str) -> ReplicaStatus:
+    before = pod.get("status", {}).get("initContainerStatuses") or []
+    waits = [(each.get("state") or {}).get("waiting") or {} for each in before] + [container_state(pod, "waiting")]
+    waiting = next((each for each in waits if each.get("reason") not in _BEGINS), waits[-1])
+    if waiting.get("reason") not in _BEGINS:
         state, reason = _BY_WAITING.get(waiting["reason"], (ReplicaState.PENDING, "start"))
         return ReplicaStatus(state, reason, None, waiting["reason"], waiting.get("message") or waiting["reason"])
     unscheduled = condition(pod, "PodScheduled", status="False")
     if unscheduled is not None:
         words = unscheduled.get("message") or "no node takes it"
         return ReplicaStatus(ReplicaState.PENDING, "", None, unscheduled.get("reason") or "Pending", words)
-    return ReplicaStatus(ReplicaState.PENDING, "", None, waiting.get("reason") or "Pending", "its container starts")
+    # From here on the pod holds its node, which costs money though its volumes, network or image may never come.
+    reason, node = "start" if starts_on_node(pod) else "", (pod.get("spec") or {}).get("nodeName")
+    words = (said if reason else "") or f"its container starts{f' on {node}' if node else ''}"
+    return ReplicaStatus(ReplicaState.PENDING, reason, None, waiting.get("reason") or "Pending", words)
 
 
 def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> ReplicaStatus:
@@ -421,6 +461,8 @@ def _failed_status(end: Mapping[str, Any], pod: Mapping[str, Any] | None) -> Rep
     words = about.get("message") or end.get("message") or why
     if why == "DeadlineExceeded" or pod_why == "DeadlineExceeded":
         return ReplicaStatus(ReplicaState.TIMED_OUT, "deadline", code, "DeadlineExceeded", words)
+    if pod_why == "Evicted" and _OWN_USE.search(words):
+        return ReplicaStatus(ReplicaState.FAILED, "disk", code, "Evicted", words)
     if why == "PodFailurePolicy" or (pod is not None and condition(pod, "DisruptionTarget")) or pod_why in _DISRUPTED:
         return ReplicaStatus(ReplicaState.PREEMPTED, "lost", code, "DisruptionTarget", words)
     if pod is None:
@@ -442,16 +484,20 @@ def condition(item: Mapping[str, Any], *types: str, status: str = "True") -> Map
     return next((each for each in conditions if each["type"] in types and each["status"] == status), None)
 
 
+def _container_status(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The status of the replica's container. A cluster may add others, as service meshes do."""
+    listed = pod.get("status", {}).get("containerStatuses") or []
+    return next((each for each in listed if each.get("name") == CONTAINER), {})
+
+
 def container_state(pod: Mapping[str, Any], state: str) -> Mapping[str, Any]:
-    """Details of a pod's only container if it is in `state` ("waiting", "terminated"), else empty."""
-    containers = pod.get("status", {}).get("containerStatuses") or [{}]
-    return (containers[0].get("state") or {}).get(state) or {}
+    """Details of the replica's container if it is in `state` ("waiting", "terminated"), else empty."""
+    return (_container_status(pod).get("state") or {}).get(state) or {}
 
 
 def image_of(pod: Mapping[str, Any]) -> str:
-    """The image of a pod's only container, with its digest, as its node reports it; empty before the node does."""
-    containers = pod.get("status", {}).get("containerStatuses") or [{}]
-    image = containers[0].get("imageID") or ""
+    """The image of the replica's container, with its digest, as its node reports it; empty before the node does."""
+    image = _container_status(pod).get("imageID") or ""
     return image if _IMAGE_ID.fullmatch(image) else ""
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 # Environment that the launcher sets for a replica.
@@ -56,15 +56,16 @@ def unpacked_code() -> Iterator[None]:
 def print_exit_line(code: int, **fields: Any) -> None:
     """Print the last line of a process's output, which holds its exit code for providers that report none.
 
-    `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null.
+    `fields` are JSON beside the code; a `value` that JSON cannot hold becomes null. On a full disk nothing is printed.
     """
     try:
         line = json.dumps({"code": code, **fields})
     except (TypeError, ValueError):
         line = json.dumps({"code": code, **fields, "value": None})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print(f"\n{EXIT_LINE}{line}", flush=True)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        print(f"\n{EXIT_LINE}{line}", flush=True)
 
 
 def parse_exit_line(lines: Iterable[str]) -> dict[str, Any] | None:

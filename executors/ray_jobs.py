@@ -85,7 +85,8 @@ class _Machine:
             given["entrypoint_memory"] = int(match[1]) * 1024 ** " KMGT".index(match[2] or " ")
         if self.resources:
             given["entrypoint_resources"] = dict(map(_resource, self.resources))
-        return {name: value for name, value in given.items() if value}
+        # Ray runs a job that reserves nothing on the head node, so all replicas would be there.
+        return {name: value for name, value in given.items() if value} or {"entrypoint_num_cpus": 1}
 
 
 def _resource(text: str) -> tuple[str, float]:
@@ -106,7 +107,7 @@ class RayExecutor(RemoteExecutor):
     Args:
         address: The dashboard, such as "http://127.0.0.1:8265"; RAY_API_SERVER_ADDRESS, or that one, if None.
         gpu: 1 for a GPU for each rank of a replica, or their number; none by default.
-        cpu: CPUs that each replica reserves.
+        cpu: CPUs that each replica reserves: 1 if it reserves nothing else.
         memory: Memory that each replica reserves, such as "16G".
         resources: Further resources of a node, such as "accelerator_type:A100=0.001".
         runtime_env: Ray's runtime environment, such as {"uv": ["torch==2.9.1", "datasets"]}.

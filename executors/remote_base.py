@@ -194,13 +194,13 @@ class RemoteExecutor(ServerlessExecutor):
         pause_s, longest_s = _COLLECT_S
         while True:
             statuses = self.poll_many(handles)
-            running = [h.replica_id for h, s in zip(handles, statuses, strict=True) if not s.state.ended]
+            running = {h.replica_id: s for h, s in zip(handles, statuses, strict=True) if not s.state.ended}
             if not running:
                 break
             if deadline is not None and self._clock.now() >= deadline:
-                raise CollectTimeout(
-                    f"replicas {running} still run after {timeout:g} s; nothing was cancelled.", running
-                )
+                waits = "".join(f" Replica {i} is {s.state}: {s.message}." for i, s in running.items() if s.message)
+                words = f"replicas {[*running]} still run after {timeout:g} s; nothing was cancelled.{waits}"
+                raise CollectTimeout(words, [*running])
             self._clock.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
         results = [self._result(handle, status) for handle, status in zip(handles, statuses, strict=True)]

@@ -102,7 +102,8 @@ def _end(ending: Ending) -> None:
 
 def _leave(code: int) -> None:
     """End the process without its other threads: those of a workload must not keep a finished replica alive."""
-    sys.stdout.flush()
+    with suppress(OSError):  # of a full disk below the output
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -328,15 +328,14 @@ def scale(url: str, replicas: int, as_json: bool) -> None:
 @json_option
 def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool, as_json: bool) -> None:
     """Remove what the run in URL does not need any more: old payloads, states and snapshots, never the log."""
-    from diloco_orchestrator.supervision.retention import delete, note_wider, plan
+    from diloco_orchestrator.supervision.retention import collect, plan
 
     reader = reader_of(url)
     given = {"snapshots": keep_snapshots, "payloads": payloads}
     retention = reader.run.config.retention.model_copy(update={k: v for k, v in given.items() if v is not None})
     made = plan(reader.log, retention)
     if not dry_run:
-        note_wider(reader.log, retention, "diloco gc", stamp())
-        delete(reader.store, made)
+        collect(reader.log, retention, made, "diloco gc", stamp())
     verb = "would remove" if dry_run else "removed"
     told = {"removed": not dry_run, "objects": len(made.objects), "bytes": made.size, "snapshots": made.kept_snapshots}
     kept = ", ".join(f"{round_} ({why})" for round_, why in made.kept_snapshots.items())
@@ -347,7 +346,7 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 @click.option("--text", metavar="FOLDER", help="Train on the text files below it.  [default: Python's own source]")
 @click.option("--store", metavar="URL", help="The run's folder, or s3://bucket/x.  [default: runs/demo-<time>]")
 @click.option("--replicas", type=click.IntRange(min=1), default=4, show_default=True, help="Processes that train.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: two to three minutes on 2 cores]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Outer steps.  [default: one to two minutes on 2 cores]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and data order.")
 @click.option(
     "--quorum", metavar="N|all", help='Contributions a round needs; "all" waits for everybody.  [default: half]'
@@ -356,7 +355,7 @@ def gc(url: str, keep_snapshots: int | None, payloads: str | None, dry_run: bool
 @click.option("--hack", is_flag=True, help="Let the held-out score collapse to show the kill-switch.")
 @json_option
 def demo(as_json: bool, **options: Any) -> int:
-    """Train a small language model with 4 local replicas over a folder: the whole product in three minutes."""
+    """Train a small language model with 4 local replicas over a folder: the whole product in two minutes."""
     from diloco_orchestrator.cli.demo_command import show
 
     return show(as_json=as_json, **options)

@@ -10,7 +10,7 @@ from diloco_orchestrator.cli.shared import EXIT_DISAGREES, echo, json_option, sa
 @click.command()
 @url_argument
 @click.option("--to", "place", required=True, metavar="PLACE", help="A folder or bucket of yours, for this run alone.")
-@click.option("--every", type=click.FloatRange(min=0.1), help="Seconds between looks.  [default: 20.0]")
+@click.option("--every", type=click.FloatRange(min=0.1), help="Seconds between looks.  [default: 20.0, or more]")
 @click.option("--once", is_flag=True, help="State the head of now, and end.")
 @json_option
 def witness(url: str, place: str, every: float | None, once: bool, as_json: bool) -> int:
@@ -41,4 +41,4 @@ def witness(url: str, place: str, every: float | None, once: bool, as_json: bool
         if once or found.is_over:
             return 0
         sys.stdout.flush()
-        clock.sleep(20.0 if every is None else every)
+        clock.sleep(max(20.0, watched.apart_s) if every is None else every)

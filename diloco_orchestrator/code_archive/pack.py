@@ -38,6 +38,7 @@ LOCK_NAME = "diloco-lock.txt"  # what `diloco lock` writes, and `launch` takes w
 _DISTRIBUTION = "diloco-orchestrator"
 # `.git` is a file in worktrees and submodules.
 _NEVER = GitIgnoreSpec.from_lines([".git", "__pycache__/", "*.pyc", ".venv/", "venv/", "node_modules/", "*.egg-info/"])
+_MOST_PACKED = 20  # times smaller than before: no code is packed to less
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # every file's modification time: the archive's bytes must not depend on it
 
 
@@ -116,6 +117,9 @@ def pack(
             f"nothing is there to send in {', '.join(map(str, code.paths))}. Is all of it ignored by git, there "
             "or in a folder above?"
         )
+    sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
+    if (size := sum(sizes.values())) > _MOST_PACKED * code.largest_mib * 2**20:  # data, which memory may not hold
+        raise _too_large(f"{size / 2**20:.0f} MiB, packed surely", sizes, code)
     _check_entrypoint(entrypoint, users, args)
     _check_secrets(users, code)
     files = {f"{bootstrap.USERS}/{name}": path.read_bytes() for name, path in users.items()}
@@ -123,15 +127,17 @@ def pack(
     details = _details(extras, code.requirements)
     data = _zip(files | _list_files(details, requirements))
     if len(data) > code.largest_mib * 2**20:
-        largest = sorted(users, key=lambda name: -users[name].stat().st_size)[:5]
-        raise ConfigError(
-            f"the code is {len(data) / 2**20:.0f} MiB packed, more than {code.largest_mib}. The largest files are "
-            f"{', '.join(largest)}: name them in .gitignore and read data from where it lies; or "
-            "CodeBundle(largest_mib=…)."
-        )
-    sizes = {name: path.stat().st_size for name, path in sorted(users.items())}
+        raise _too_large(f"{len(data) / 2**20:.0f} MiB packed,", sizes, code)
     hashed = len(details["users"]) if requirements is not None and requirements.hashed else 0
     return Archive(data, hashlib.sha256(data).hexdigest(), sizes, hashed, _unhashed(details))
+
+
+def _too_large(size: str, sizes: Mapping[str, int], code: CodeBundle) -> ConfigError:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
+    return ConfigError(
+        f"the code is {size} more than {code.largest_mib} MiB. The largest files are {', '.join(largest)}: name them "
+        "in .gitignore and read data from where it lies; or CodeBundle(largest_mib=…)."
+    )
 
 
 def pack_ours(extras: Sequence[str] = (), requirements: Requirements | None = None) -> Archive:

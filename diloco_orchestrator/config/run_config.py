@@ -175,13 +175,13 @@ class RunConfig(Tree):
         default_factory=dict, description="environment variables of every replica; secrets go through secrets="
     )
     max_hours: float | None = Field(
-        default=None, gt=0, description="hours of a leg after which the run is halted; it can be resumed"
+        default=None, gt=0, description="hours since its launch or resume after which the run is halted"
     )
     max_cost_usd: float | None = Field(
         default=None,
         gt=0,
-        description="known machine costs of a leg in US dollars: the run is halted where they do not pay for another "
-        "round; it can be resumed. Requests, traffic and storage are not counted",
+        description="known machine costs since its launch or resume in US dollars: the run is halted where they do not "
+        "pay for another round; it can be resumed. Requests, traffic and storage are not counted",
     )
     strict: bool = Field(default=True, description="run.wait() raises CollapseStopError when the guard fires")
     on_halt: OnHaltConfig | None = Field(

@@ -26,6 +26,10 @@ def canonical(item: Any) -> tuple[str, bytes]:
     if hasattr(item, "detach"):
         item = item.detach().cpu().numpy()
     if hasattr(item, "tobytes") and hasattr(item, "dtype"):
+        if getattr(item.dtype, "hasobject", False):  # its bytes are addresses in this process's memory
+            raise TypeError(
+                "a held-out item is an array of objects, which has no canonical content. Use item.tolist(), or numbers."
+            )
         return f"array {item.dtype} {tuple(item.shape)}", item.tobytes()
     try:
         return "json", json.dumps(item, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -201,7 +201,9 @@ def _curves(reader: RunReader) -> tuple[list[Point], dict[str, list[Point]]]:
     spent = reader.spent_over_time()
     tokens, usd = 0, spent.by(1, 0.0)
     heldout, training = list[Point](), dict[str, list[Point]]()
-    for commit, row in reader.new_rows().with_commits():
+    commits = {commit.round: commit for commit in reader.commits()}
+    for row in reader.rows():  # all held-out scores on one scale
+        commit = commits[row.round]
         if row.heldout is not None:
             heldout.append(Point(row.round, tokens, usd, row.heldout))
         tokens, usd = tokens + row.tokens, spent.by(commit.leg, commit.at)

@@ -74,6 +74,13 @@ class LegCost:
         rate = f", ${self.rate_usd:.2f} an hour now" if self.rate_usd else ""
         return f"${self.usd:.2f} for machines in {self.hours:.1f} h{rate}{unknown}"
 
+    def after(self, earlier: Sequence["LegCost"]) -> "LegCost":
+        """The cost of this leg (start or resume to stop) and of `earlier` ones, which have ended, together."""
+        legs = [*earlier, self]
+        known = [each.usd for each in legs if each.usd is not None]
+        hours, unpriced = sum(each.hours for each in legs), sum(each.unpriced for each in legs)
+        return replace(self, hours=hours, usd=sum(known) if known else None, unpriced=unpriced)
+
 
 def leg_cost(attempts: Sequence[AttemptCost], began: float, now: float) -> LegCost:
     """The cost of all attempts of a leg (start or resume to stop).

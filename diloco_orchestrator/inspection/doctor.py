@@ -240,7 +240,9 @@ def _is_cancelled(executor: ServerlessExecutor, run_id: str, clock: Clock) -> Fi
     pause = "multiprocessing.connection:wait"
     (handle,) = executor.launch_replicas(1, pause, {"object_list": [], "timeout": _PATIENCE_S}, run_id=run_id)
     deadline = clock.now() + _PATIENCE_S
-    while executor.poll(handle).state is not ReplicaState.RUNNING and clock.now() < deadline:
+    while (state := executor.poll(handle).state) is not ReplicaState.RUNNING and clock.now() < deadline:
+        if state.ended:
+            break
         clock.sleep(_POLL_S)
     began = clock.now()
     executor.cancel(handle)

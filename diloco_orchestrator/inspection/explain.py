@@ -10,6 +10,7 @@ from typing import Any
 from diloco_orchestrator.errors import error_line
 from diloco_orchestrator.inspection.status import ReplicaRow, RoundRow, RunStatus
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import BY_HAND
 from diloco_orchestrator.protocol.replica_names import grouped, replicas
 from diloco_orchestrator.protocol.verdict import Statistic, VerdictKind
 
@@ -168,6 +169,8 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
             "If its launcher still runs elsewhere and waits for machines, nothing has to be done: a wait leaves no "
             "trace in the bucket.",
         ]
+        if status.is_by_hand:
+            todo = [_sentence(go_on(status)), "A loop in a long round leaves no trace either until it publishes."]
         found, mended = _no_room(status)
         return Explanation(
             "nobody works on it", what, [*found, *still, *scores, *_warning(status)], [*mended, *todo], statistics
@@ -187,7 +190,7 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
         found = [*waits, _sentence(status.reason), *scores, *chosen, *_warning(status), *outlook]
         return Explanation("going on", what, found, [*mended, *todo] or ["Nothing has to be done."], statistics)
     if status.state == "completed":
-        other = best is not None and best != status.outer_step
+        other = best is not None and best != status.model.round
         todo = [
             f"The model: `diloco pull {at} DESTINATION`.",
             *(
@@ -195,7 +198,7 @@ def explain(status: RunStatus, best: int | None = None, now: float | None = None
                 if other
                 else []
             ),
-            f"More rounds: `diloco resume {at} --rounds N`.",
+            *([] if status.is_by_hand else [f"More rounds: `diloco resume {at} --rounds N`."]),
         ]
         errors, mended = _errors(status)
         done = ["Every outer step is taken.", *_missing(status.rounds), *errors, *scores, *_warning(status)]
@@ -356,10 +359,14 @@ def go_on(status: RunStatus) -> str:
     """Advice for a run on which no process works, in one line without a full stop."""
     if status.false_end:
         return f"To learn what was changed: `diloco verify {quote(status.url)}`"
+    if status.is_by_hand:
+        return "To go on: start the programs of its replicas again, each with its replica_id"
     return f"To go on: `diloco attach {quote(status.url)}`"
 
 
 def _of_replica(replica: ReplicaRow) -> str:
+    if replica.state == BY_HAND:
+        return "started by its user, in a loop that sends no heartbeat"
     if replica.state == "launching":
         words = f"; its provider said: {replica.waits_for}" if replica.waits_for else ""
         return f"launched, and never claimed by a process{words.rstrip('.')}"

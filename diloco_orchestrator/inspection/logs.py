@@ -28,6 +28,12 @@ def executor_of_run(
     this user did not launch on this machine, unless `trust_bucket` is set. `need`: why the executor is needed, the
     beginning of that message. `instead`: what else its reader can do.
     """
+    if reader.is_by_hand():
+        raise ConfigError(
+            f"the replicas of {reader.store.url} are loops that their users start (ObjectStoreManager.join): nothing "
+            "can be launched here, and their output is where they run. Start their programs again, each with its "
+            "replica_id."
+        )
     if not trust_bucket:
         check_launched_here(reader.log, need, instead)
     spec = reader.run.executor
@@ -136,7 +142,7 @@ class LogFollower:
         self._executor = executor
         self._trust_bucket = trust_bucket
         self._lines: queue.SimpleQueue[LogLine] = queue.SimpleQueue()
-        self._followed: set[tuple[int, int]] = set()  # attempts whose output was opened
+        self._followed: set[tuple[int, int]] = set()  # attempts whose output was opened, or will never be there
         self._open: set[tuple[int, int]] = set()  # those that are still read
 
     def lines(self) -> Iterator[LogLine]:
@@ -159,15 +165,21 @@ class LogFollower:
             yield self._lines.get()
 
     def _open_new(self) -> None:
-        """Start reading attempts that began since the last call: at first each replica's newest, later all."""
+        """Start reading attempts that began since the last call: at first each replica's newest, later all.
+
+        One without output is looked for again only while it is its replica's newest: others never had a process.
+        """
         for replica_id, attempts in self._reader.attempts.all_numbers().items():
             seen = any(who[0] == replica_id for who in self._followed)
             for attempt in attempts if seen else attempts[-1:]:
                 who = replica_id, attempt
-                if replica_id in self._replicas and who not in self._followed and self._has_output(who):
-                    self._followed.add(who)
+                if replica_id not in self._replicas or who in self._followed:
+                    continue
+                if has_output := self._has_output(who):
                     self._open.add(who)
                     self._background.start(lambda who=who: self._follow(who))  # type: ignore[misc]
+                if has_output or attempt < attempts[-1]:
+                    self._followed.add(who)
 
     def _has_output(self, who: tuple[int, int]) -> bool:
         return self._reader.attempts.handle(*who) is not None or self._reader.attempts.log_text(*who) is not None

@@ -83,6 +83,14 @@ def _front_matter(folder: Path) -> str:
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"  # type: ignore[no-untyped-call]
 
 
+def base_of_a_machine(folder: Path) -> str:
+    """The base that an adapter in `folder` names by its path on the machine that trained; empty for any other model."""
+    adapter = folder / "adapter_config.json"
+    base = _json_in(adapter).get("base_model_name_or_path") if adapter.exists() else None
+    named = base if isinstance(base, str) else ""
+    return named if re.search(r"[/\\]", named) and not _HUB_NAME.fullmatch(named) else ""
+
+
 def _json_in(path: Path) -> dict[str, Any]:
     try:
         body = parse_json(path.read_bytes())

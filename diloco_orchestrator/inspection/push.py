@@ -3,6 +3,7 @@
 Credentials are huggingface_hub's own (`hf auth login`, or `HF_TOKEN`); none is ever in a message.
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from diloco_orchestrator.inspection.model_card import CardFacts, card_files, tag_of
+from diloco_orchestrator.inspection.model_card import CardFacts, base_of_a_machine, card_files, tag_of
 from diloco_orchestrator.inspection.pull import copy_model
 from diloco_orchestrator.inspection.sign_model import check_can_sign, sign_folder
 from diloco_orchestrator.inspection.status import RunReader
@@ -21,6 +22,8 @@ from diloco_orchestrator.protocol.version import VERSION
 from diloco_orchestrator.redaction import redact
 from diloco_orchestrator.run_log.run_store import check_signed_by
 from diloco_orchestrator.store.open_store import INTERACTIVE, absolute_url, open_store
+
+log = logging.getLogger(__name__)
 
 _OUTER = "outer*"  # the outer optimizer's state, which nobody loads from there
 _REPLACED = ["*.safetensors", "*.safetensors.index.json"]  # of an earlier commit, where this one has none of the name
@@ -97,6 +100,14 @@ def _push_one(reader: RunReader, hub: "_Hub", round_: int, others: Sequence[int]
         copy_model(reader.log, folder, round_)
         for name, text in card_files(_facts(reader, hub.repo_id, round_, others), folder).items():
             (folder / name).write_text(text, encoding="utf-8")
+        if base := base_of_a_machine(folder):
+            log.warning(
+                "adapter_config.json names %s as the adapter's base, a path of the machine that trained: everybody "
+                "who can read %s reads it, and nobody finds a base there. Write the base's name on the Hub into that "
+                "file there.",
+                base,
+                hub.repo_id,
+            )
         if sign:
             sign_folder(folder, but=[path.name for path in folder.glob(_OUTER)])
         return hub.commit(folder, round_, reader.run.run_id)
@@ -126,7 +137,10 @@ class _Hub:
     """One model repository on the Hugging Face Hub, accessed with one token."""
 
     def __init__(self, repo_id: str, token: str | None) -> None:
-        from huggingface_hub import HfApi, get_token
+        try:
+            from huggingface_hub import HfApi, get_token
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"push needs huggingface_hub ({error}). Install diloco-orchestrator[hf].") from None
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from diloco_orchestrator.guard.robust import scale_of
 from diloco_orchestrator.guard.round_fold import outlook as guard_outlook
 from diloco_orchestrator.inspection.costs import CostReader, EndForecast, LegCost, Spent, end_forecast, leg_cost
 from diloco_orchestrator.inspection.places import PlaceRow, PlaceSpeeds, newest_decision, place_rows
-from diloco_orchestrator.protocol.attempt_records import Heartbeat, reason_of
+from diloco_orchestrator.protocol.attempt_records import BY_HAND, Heartbeat, reason_of
 from diloco_orchestrator.protocol.head import Head
 from diloco_orchestrator.protocol.legs import DefaultBases
 from diloco_orchestrator.protocol.records import Begin, Commit, Out, Result, RoundMetrics, Run
@@ -74,7 +74,7 @@ class ReplicaRow:
 
     replica_id: int
     attempt: int
-    state: str  # "launching", its phase, or "ended: <reason>"
+    state: str  # "launching", its phase, "ended: <reason>", or "by hand" for a loop that sends no heartbeat
     round: int
     inner_step: int
     loss: float | None
@@ -92,7 +92,7 @@ class ReplicaRow:
 
         `stopped`: the run has, so that an attempt without an exit record is no longer what its records say.
         """
-        if stopped and not self.state.startswith("ended: "):
+        if stopped and not self.state.startswith(("ended: ", BY_HAND)):
             return "never started" if self.state == "launching" else f"no exit record, last seen {self.state}"
         waits_for = self.waits_for or _FIRST_MINUTE.get(self.state, "")
         return f"{self.state}: {waits_for}" if waits_for else self.state
@@ -101,6 +101,7 @@ class ReplicaRow:
 _FIRST_MINUTE = {
     "launching": "no heartbeat yet; machine, packages and torch come first",
     "starting": "importing torch and your code, building the model",
+    BY_HAND: "started by its user, a loop that sends no heartbeat",
 }
 
 
@@ -188,6 +189,11 @@ class RunStatus:
             return []
         return [*(row.words() for row in self.places), f"last decision about places: {self.placed}"]
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether all replicas are loops that their users start (`ObjectStoreManager`), without a coordinator."""
+        return bool(self.replicas) and all(each.state == BY_HAND for each in self.replicas)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -204,6 +210,9 @@ class RunReader:
         self.attempts = AttemptRecords(self.log.store)
         self._costs = CostReader(self.attempts)
         self._begin_rows()
+
+    def __repr__(self) -> str:
+        return f"RunReader({self.store.url!r})"
 
     def _begin_rows(self) -> None:
         self._new_rows = self.new_rows()
@@ -305,7 +314,7 @@ class RunReader:
         result, rows, numbers = self.log.result(begin.leg), self.rows(), self.attempts.all_numbers()
         newest = self.log.newest(begin)
         last = newest.commit if newest else None
-        state, reason = _state(last, begin, result)
+        state, reason = _state(last, begin, result, self._is_over_by_hand(last, begin))
         lost = "" if result else self.log.lost(begin)
         beats = self._newest_heartbeats(numbers)
         costs, at = self._costs.of_leg(numbers, beats, begin, last, result.at if result else None)
@@ -350,7 +359,21 @@ class RunReader:
         leg = self.log.begins()[-1]
         newest = self.log.newest(leg)
         stopped = newest is not None and newest.commit.leg == leg.leg and newest.commit.stop != "none"
-        return stopped or self.log.result(leg.leg) is not None
+        if stopped or self.log.result(leg.leg) is not None:
+            return True
+        return self._is_over_by_hand(newest.commit if newest else None, leg)
+
+    def is_by_hand(self) -> bool:
+        """Whether users start all replicas themselves (`ObjectStoreManager.join`): there is no coordinator then."""
+        numbers = self.attempts.all_numbers()
+        intents = [self.attempts.intent(replica_id, attempts[-1]) for replica_id, attempts in numbers.items()]
+        return bool(intents) and all(intent is not None and intent.executor == BY_HAND for intent in intents)
+
+    def _is_over_by_hand(self, last: Commit | None, begin: Begin) -> bool:
+        """Whether loops that their users start have taken all outer steps of a leg: nobody writes its result then."""
+        if last is None or last.leg != begin.leg or last.outer_step < begin.from_outer_step + begin.outer_steps:
+            return False
+        return not self.log.false_end(begin) and self.is_by_hand()
 
     def _unreadable(self) -> list[str]:
         """The objects that this reader has ignored so far, each with the reason."""
@@ -417,7 +440,8 @@ class RunReader:
         if ended is None and out is not None and out.attempt == attempt:
             state = f"ended: it {out.reason}"  # without a record of its own
         else:
-            state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else "launching"
+            unseen = BY_HAND if intent is not None and intent.executor == BY_HAND else "launching"
+            state = f"ended: {reason_of(ended)}" if ended else beat.phase if beat else unseen
         waiting = self.attempts.waiting(replica_id, attempt) if state == "launching" else None
         return ReplicaRow(
             replica_id=replica_id,
@@ -544,10 +568,12 @@ def judgements(commit: Commit) -> dict[int, str]:
     return found | {each.replica_id: f"left out: {each.reason}" for each in commit.quarantined}
 
 
-def _state(last: Commit | None, begin: Begin, result: Result | None) -> tuple[str, str]:
+def _state(last: Commit | None, begin: Begin, result: Result | None, over_by_hand: bool) -> tuple[str, str]:
     """State (one of `RunStatus.state`) since the last start or resume, and reason. `last`: the run's newest commit."""
     if result is not None:
         return result.status, result.reason
+    if over_by_hand:
+        return "completed", "every outer step is taken"
     if last is None or last.leg != begin.leg:
         return "starting", "no round is committed yet" if begin.leg == 1 else f"leg {begin.leg}: {begin.why}"
     return ("running" if last.stop == "none" else last.stop), last.reason

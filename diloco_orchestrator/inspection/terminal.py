@@ -237,8 +237,10 @@ class PlainLines:
             if words not in self._waits:
                 self._waits.add(words)
                 self._print(f"{replicas(ids)}: {words}")
-        before = len(status.rounds) - _SHOWN_ROUNDS
-        if not self._rounds and before > 0:  # a run that somebody began to watch later
+        # A run that somebody begins to watch later, or has resumed: of its new leg there is no round yet.
+        is_resumed = status.state == "starting" and status.leg > 1
+        before = len(status.rounds) - (0 if is_resumed else _SHOWN_ROUNDS)
+        if not self._rounds and before > 0:
             self._print(f"rounds {status.rounds[0].round} to {status.rounds[before - 1].round} came before")
         for row in status.rounds[self._rounds or max(before, 0) :]:
             # Why the run has stopped is printed below its rounds by whoever shows it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.inspection.status import RunReader
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.head import Head, Noted
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -49,6 +49,11 @@ class Witness:
                 f"{place.url} has statements of {self._last.witness}; this user is {identity.public.key}. Give each "
                 "witness a folder of its own."
             )
+
+    @property
+    def apart_s(self) -> float:
+        """The least pause in seconds between two polls that the store's limit of requests leaves; 0 without a limit."""
+        return pace.apart_s(self._log.run.config, self._store.requests_allowed) if self._log is not None else 0.0
 
     def look(self) -> Sight:
         """Read the log's end, compare it with the last statement, and write a statement about a new last commit.

@@ -127,6 +127,8 @@ def _launched(
         (result,) = executor.collect([handle], timeout=_PATIENCE_S, check=False)
     except CollectTimeout:
         words = f"it still runs or waits for a machine after {_PATIENCE_S / 60:.0f} minutes, and is cancelled"
+        waits_for = executor.poll(handle).message
+        words += f": {waits_for}" if waits_for else ""
         yield Finding(f"{who}: launch", False, words, "Look at the provider's page for this attempt.")
         return
     finally:

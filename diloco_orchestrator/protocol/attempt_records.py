@@ -11,6 +11,8 @@ from pydantic import Field, JsonValue
 
 from diloco_orchestrator.protocol.record_format import Record
 
+BY_HAND = "by hand"  # in an intent, in place of the executor: the user starts the process, and there is no coordinator
+
 
 class Intent(Record):
     """attempts/<attempt>/intent.json: announces an attempt's launch; only the coordinator that created it launches."""

@@ -11,8 +11,10 @@ from diloco_orchestrator.protocol.records import Begin, Commit
 
 Range = tuple[int, int]  # the first number, and the number after the last
 
-_AWAITED = 4  # commits after that of a round in which work of it that came late is expected
-_KNOWN = 20  # rounds for which a deal is remembered, so that work that comes later still counts
+# Commits after that of a round in which work of it that came late is expected: the first of these numbers, and at least
+# so many for each fragment, since late work comes with the next synchronisation of its fragment.
+_AWAITED = 4, 2
+_KNOWN = 5  # times as long a deal is remembered, so that work that comes later still counts
 
 
 class OpenDeal:
@@ -22,18 +24,21 @@ class OpenDeal:
     commit has applied work that was trained on it. In a round the replicas that it waits for (its roster) are dealt, in
     the order of their ids, the next `round_steps` lowest numbers each that are neither read nor dealt; others, which
     may start meanwhile, are dealt numbers from the end of a pass. What a replica was dealt and did not train on is
-    dealt again: at once where a commit names its contribution, otherwise four commits later, as its work may come late.
+    dealt again: at once where a commit names its contribution, otherwise four commits later (or two for each fragment,
+    if that is more), as its work may come late.
 
     Args:
         size: batches of the data set.
         round_steps: inner steps of a round, each of which takes one batch.
         ids: replica ids of the run.
+        fragments: of the model, which rounds synchronise in turn.
     """
 
-    def __init__(self, size: int, round_steps: int, ids: int) -> None:
+    def __init__(self, size: int, round_steps: int, ids: int, fragments: int) -> None:
         self.size = size
         self.round = 0  # of the newest commit added
         self._steps, self._ids = round_steps, ids
+        self._awaited = max(_AWAITED[0], _AWAITED[1] * fragments)
         self._read: list[Range] = []
         self._dealt: dict[tuple[int, int], list[Range]] = {}  # by round and replica, as long as its work may come
         self._lapsed: dict[tuple[int, int], list[Range]] = {}  # of some rounds before, dealt again since
@@ -55,9 +60,11 @@ class OpenDeal:
                 done = origin.round, answer.replica_id
                 trained = _first(self._dealt.pop(done, []) or self._lapsed.pop(done, []), origin.steps)
                 self._read = _merged([*self._read, *trained])
-        for who in [who for who in self._dealt if who[0] <= commit.round - _AWAITED]:
+        for who in [who for who in self._dealt if who[0] <= commit.round - self._awaited]:
             self._lapsed[who] = self._dealt.pop(who)
-        self._lapsed = {who: deal for who, deal in self._lapsed.items() if who[0] > commit.round - _KNOWN}
+        self._lapsed = {
+            who: deal for who, deal in self._lapsed.items() if who[0] > commit.round - _KNOWN * self._awaited
+        }
         self.round, self._roster = commit.round, commit.roster
         self._deal()
 
@@ -75,7 +82,7 @@ class OpenDeal:
         others = [each for each in range(self._ids) if each not in self._roster]
         count, last = len(others) * steps, lowest[-1][1] if lowest else 0
         end = -(-last // self.size) * self.size
-        room = (_AWAITED + 2) * count
+        room = (self._awaited + 2) * count
         if end - last < room:  # too near to what is dealt in this round and the next ones
             end += -(-room // self.size) * self.size
         taken = _merged([*taken, *lowest])

@@ -272,6 +272,7 @@ def is_join_piece(key: str) -> bool:
 # -- rounds -----------------------------------------------------------------------------------------------------------
 
 commit = Form("rounds/<round>/commit.json")
+unfounded = Form("rounds/<round>/unfounded.json")  # about its commit
 contributions = Form("rounds/<round>/contributions/")  # the prefix of a round's manifests
 contribution = Form("rounds/<round>/contributions/<id>.json")
 payloads = Form("rounds/<round>/payload/")  # the prefix of a round's payload shards

@@ -102,6 +102,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(of_averages.Reduced, (keys.reduced,), _ATTEMPT, _LARGE),
     Kind(of_runs.ReuploadRequest, (keys.want,), _ATTEMPT),
     Kind(of_runs.Commit, (keys.commit,), _ATTEMPT + _COORDINATOR, _LARGE),
+    Kind(of_runs.Unfounded, (keys.unfounded,), _COORDINATOR),
     Kind(of_runs.Snapshot, keys.SNAPSHOT_RECORDS, _ANYBODY, _LARGER),
     Kind(of_keys.Rotation, (keys.rotation,), _LAUNCHER),
     Kind(of_keys.Colleague, (keys.colleague,), _LAUNCHER),

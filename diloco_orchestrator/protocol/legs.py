@@ -4,7 +4,7 @@ A leg may resume from an earlier base. The rounds in between stay in the commit 
 them. `supervision` begins and ends legs.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError
@@ -58,7 +58,6 @@ class BaseScores:
 
     def __init__(self) -> None:
         self.leg_ends: dict[int, int] = {}  # the round of a leg's last base, by leg, of legs that have stopped
-        self.fragments: set[int] = set()  # that rounds of the newest leg synchronised
         self.last: Commit | None = None
         self._base, self._leg = 0, 1
         self._scores: dict[int, tuple[float, int]] = {}  # score and the round of its commit, by the round of the base
@@ -67,19 +66,17 @@ class BaseScores:
         """Add the held-out score in `commit`, the next commit. `begin`: the record of the start or resume before it."""
         if commit.leg != self._leg:
             self._leg, self._base = commit.leg, begin.from_round
-            self.fragments.clear()
         value = commit.verdict.value if commit.verdict else None
         if value is not None and (self._base not in self._scores or value > self._scores[self._base][0]):
             self._scores[self._base] = value, commit.round
         self._base = commit.round if commit.applied else self._base
-        self.fragments.add(commit.fragment)
         if commit.stop != "none":
             self.leg_ends[commit.leg] = self._base
         self.last = commit
 
-    def best(self, among: Collection[int]) -> int:
+    def best(self, among: Iterable[int]) -> int:
         """The round in `among` whose base has the best held-out score, the earliest of equals; 0 if none is scored."""
-        scored = [(score, base) for base, (score, _) in self._scores.items() if base in among]
+        scored = [(self._scores[base][0], base) for base in among if base in self._scores]
         return max(scored, key=lambda pair: (pair[0], -pair[1]), default=(0.0, 0))[1]
 
     def score(self, base: int) -> float | None:
@@ -126,7 +123,7 @@ class DefaultBases:
         """The rounds whose bases the newest base descends from, oldest first; 0 is the first base."""
         return [0] + [round_ for round_ in self._applied if leg_of_base(begins, round_) is not None]
 
-    def default(self, begins: Sequence[Begin], among: Collection[int] | None = None) -> DefaultBase:
+    def default(self, begins: Sequence[Begin], among: Iterable[int] | None = None) -> DefaultBase:
         """The default base after the added commits. `begins`: records of all starts and resumes.
 
         `among`: rounds whose bases may be chosen after a halt by the guard; None: all that the newest descends from.

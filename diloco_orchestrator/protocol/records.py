@@ -464,6 +464,20 @@ class ReuploadRequest(Record):
     reason: str
 
 
+class Unfounded(Record):
+    """A coordinator's finding that a round's commit names manifests or check records that are not there, or others.
+
+    In a signed run the commit is void then. Before, the coordinator puts an abstention where each is missing, so that
+    nobody can bring it later.
+    """
+
+    record: ClassVar[str] = "unfounded"
+    round: int = Field(ge=1)
+    commit_sha256: Sha256
+    by: str
+    reason: str
+
+
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,8 @@ base, check every round; other readers check commits that halt the run, and all 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from diloco_orchestrator.allreduce.dealing import average_codec_of, dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
@@ -16,7 +17,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
+from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Unfounded
 from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
@@ -35,7 +36,7 @@ from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry, Entry, changed
 from diloco_orchestrator.run_log.leg_records import LegRecords
-from diloco_orchestrator.run_log.reader import read_optional
+from diloco_orchestrator.run_log.reader import read, read_optional
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,11 @@ class Conclusions:
             try:
                 why = self._why_verdict_differs(entry, before, rules, received or {}, checks or {})
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
-                if not lenient:
+                why = self._why_unfounded(entry)
+                if not why and not lenient:
                     raise
+                if why:
+                    return self._voided(entry, before, rules, why)
                 what, _, _ = str(error).partition(". ")  # the advice is for whoever derives the verdict
                 self._tell(
                     entry, logging.WARNING, f"the verdict of round {commit.round} is taken as it is written: {what}"
@@ -102,8 +106,42 @@ class Conclusions:
         if previous is not None and previous.unlinked and derive_verdict and self._is_evidence(entry, previous):
             # Its author took the unlinked commit as it is written, so that it is the record before that was changed.
             raise changed(previous.commit.round, previous.written.previous, previous.commit.previous)
-        self._tell(entry, logging.ERROR, f"{keys.commit(commit.round)} is void: {why}")
-        return entry.voided(read_as_void(commit, before, rules, why), why)
+        return self._voided(entry, before, rules, why)
+
+    def _voided(self, entry: CommitEntry, before: Before, rules: LegRules, why: str) -> CommitEntry:
+        self._tell(entry, logging.ERROR, f"{keys.commit(entry.written.round)} is void: {why}")
+        return entry.voided(read_as_void(entry.written, before, rules, why), why)
+
+    def _why_unfounded(self, entry: CommitEntry) -> str:
+        """The reason in a coordinator's finding that a commit names what is not there; empty without one.
+
+        Only in a signed run: elsewhere anybody could write one. Costs a GET, so callers have found something missing.
+        """
+        found = read(self._records.store, Unfounded, keys.unfounded(entry.written.round)) if self._is_signed else None
+        return found.record.reason if found is not None and found.record.commit_sha256 == entry.sha256 else ""
+
+    def missing(self, commit: Commit) -> dict[str, str]:
+        """Reasons by key of the manifests and check records that a commit names and that are missing, cannot be read,
+        or have another digest. Costs a GET for each.
+        """
+        calls: dict[str, Callable[[], object]] = {
+            keys.contribution(commit.round, each.replica_id): partial(
+                self._reader.exact, commit.round, each.replica_id, each.manifest_sha256
+            )
+            for each in commit.answers
+            if each.attempt
+        }
+        for named in commit.checks or ():
+            calls[keys.checked(commit.round, named.replica_id, named.number)] = partial(
+                self._reader.checked, commit, named
+            )
+        found = {}
+        for key, call in calls.items():
+            try:
+                call()
+            except (RecordInvalid, ObjectMissing) as error:
+                found[key] = str(error)
+        return found
 
     def _tell(self, entry: CommitEntry, level: int, words: str) -> None:
         """Log `words` about a commit once. Several readers of a log read it, and each again after a contradiction."""

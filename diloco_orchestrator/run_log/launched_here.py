@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from diloco_orchestrator.clock import random_token
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.protocol.digests import Sha256, sha256_hex
 from diloco_orchestrator.protocol.head import Head
@@ -34,11 +35,14 @@ def remember(run_log: RunLog, **facts: Any) -> None:
     record = {**known, **facts}
     try:
         path = _record_of(run_log.store)
-        draft = path.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        draft.replace(path)
+        draft = path.with_suffix(f".{random_token()}")
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)  # of a full disk
     except OSError as error:
         log.warning("this launch is not remembered on this machine, attach will need executor=: %s", error)
 

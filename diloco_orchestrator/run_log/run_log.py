@@ -292,9 +292,12 @@ class RunLog(LegRecords):
             return False
         return self.begin_after(last.commit.leg + 1, last.commit.round, last.sha256) is None
 
-    def doubt(self) -> None:
-        """Check all verdicts since the last start or resume from now on, because a record contradicts the commits."""
-        if not self.in_doubt:
+    def doubt(self, again: bool = False) -> None:
+        """Check all verdicts since the last start or resume from now on, because a record contradicts the commits.
+
+        `again`: also those that were checked already.
+        """
+        if again or not self.in_doubt:
             self.in_doubt, self._newest = True, None
             if self.run.signed_rules is not None:  # the leg may have stopped earlier, and its log be shorter
                 self._commits, self._position = [], None
@@ -362,6 +365,27 @@ class RunLog(LegRecords):
                 last = self._newest = entry
         self._newest = last
         return last
+
+    def check_newest(self, begin: Begin) -> None:
+        """Check the verdicts of the newest commits as replicas do, so that who commits after them agrees with these.
+
+        A void one that was taken as it is written makes this reader check all verdicts (`doubt`). Only so many commits
+        are checked as may be void in a row: what another replica has continued since was right, or contradicts it.
+        Costs a GET for each manifest that they name. `begin`: the newest start or resume.
+        """
+        last = self.newest(begin)
+        if last is None or self.in_doubt:
+            return
+        first = max(begin.after_round, last.commit.round - MAX_EMPTY_ROUNDS) + 1
+        previous = self.as_read(first - 1) if first > 1 else None
+        for round_ in range(first, last.commit.round + 1):
+            entry = self.commit(round_)
+            assert entry is not None, "a commit is never deleted"
+            found = self.conclusions.read(entry, previous, derive_verdict=True, lenient=True)
+            if found.contradicts and not entry.contradicts:
+                self.doubt()
+                return
+            previous = found
 
     def lost(self, begin: Begin) -> str:
         """A sentence about the first record that is missing though a snapshot of a later round is there; else empty.

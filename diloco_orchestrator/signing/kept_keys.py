@@ -92,11 +92,26 @@ def identity(environ: Mapping[str, str], *, make: bool) -> Identity | None:
 
 
 def _written(path: Path, text: str) -> Path:
-    """Write a private file, unless it exists."""
-    with suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        os.write(descriptor, f"{text}\n".encode())
-        os.close(descriptor)
+    """Write a private file, unless it exists. It appears with its whole text, and once that is on the disk.
+
+    Several processes may do so at once, of several machines with one home folder too.
+    """
+    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not path.exists():
+                draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return path
 
 

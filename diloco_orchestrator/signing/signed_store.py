@@ -262,7 +262,7 @@ class SignedStore(Store):
             number = None if stored is None else keys.rotation.parse(stored.key)
             if stored is None or number is None or not rules.is_name(stored):
                 continue
-            body = rules.opened(stored.key, self._read(info.key, stored.key))
+            body = self._checked(rules, info.key, stored.key)
             if isinstance(body, bytes):
                 found[number[0]] = Rotation.from_bytes(body, stored.key)
         while (epoch := len(rules.rotations) + 2) in found:
@@ -349,7 +349,7 @@ class SignedStore(Store):
                 names = self._right_names(rules, key, take)
                 if len(names) > 1:  # the first one with a signature may be under a name that others do not see
                     names = self._right_names(rules, key, None)
-                found = {name: rules.opened(key, self._read(name, key)) for name in names}
+                found = {name: self._checked(rules, name, key) for name in names}
             except ObjectMissing:
                 if not why:
                     raise
@@ -367,6 +367,14 @@ class SignedStore(Store):
             if is_overwritten(key):
                 raise ObjectMissing(f"{key} does not exist in {self.url}: {why}")
             take = rules.pass_over(key, take)
+
+    def _checked(self, rules: _Rules, name: str, key: str) -> bytes | str:
+        """The content of the object `name`, or the reason why it is not signed validly, by a second read.
+
+        A first one may have had an error, after which this process would take the record of everybody else for missing.
+        """
+        found = rules.opened(key, self._read(name, key))
+        return found if isinstance(found, bytes) else rules.opened(key, self._read(name, key))
 
     def _read(self, name: str, key: str) -> bytes:
         return self.beneath.get(name, 0, most_bytes(key) + 1 + LONGEST_LINE)
@@ -432,7 +440,7 @@ class SignedStore(Store):
             return self.beneath.create(name, data)
         stored, take = rules.sealed(key, data), rules.taken.get(key, 0)
         while not self.beneath.create(name := self._name(rules, key, take), stored):
-            found = rules.opened(key, self._read(name, key))
+            found = self._checked(rules, name, key)
             if isinstance(found, bytes):
                 rules.fresh = {key: found}
                 return False

@@ -77,7 +77,7 @@ def ensure_default_snapshot(
 
     try:
         write_rebuilt_snapshot(run_log, found.round, stamp, by, owners)
-    except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
+    except (ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid) as error:
         log.warning("round %d scored best, but %s The best base with a snapshot is taken.", found.round, error)
         return folded.default(begins, _with_snapshot(snapshots, folded.bases(begins)))
     log.info("snapshot %d: rebuilt, because this base is the default after the halt", found.round)
@@ -97,7 +97,7 @@ def url_of_snapshot(run_log: RunLog, round_: int) -> str:
 
         try:
             found = snapshots.takes_saying(round_, digest_of_base(run_log, round_))
-        except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
+        except (ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid) as error:
             log.warning("which of the takes of snapshot %d is right cannot be told: %s", round_, error)
     return keys.snapshot_url(store_url, round_, found[0] if found else keys.SHARED_TAKE)
 

@@ -22,10 +22,10 @@ _RECOMPUTED = "_checkpoint_wrapped_module"  # the same of torch's `checkpoint_wr
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers of `torch.compile` and DistributedDataParallel, which share its parameters."""
+    """The model inside wrappers, which share its parameters: `torch.compile`, DistributedDataParallel, DataParallel."""
     while True:
         inner = getattr(model, _COMPILED, None)
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             inner = model.module
         if not isinstance(inner, torch.nn.Module):
             return model

@@ -66,7 +66,7 @@ def open_regular(path: Path) -> IO[bytes]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is no regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return os.fdopen(descriptor, "rb")  # buffered: one read of the system ends after 2 GiB
 
 
 def listed(root: Path, prefix: str, start_after: str) -> list[ObjectInfo]:

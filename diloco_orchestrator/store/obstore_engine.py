@@ -153,6 +153,18 @@ def checked_endpoint(endpoint: str, names: str) -> str:
     return endpoint
 
 
+def check_certificates() -> None:
+    """Raise `ConfigError` if the file of trusted certificates that the environment names is not there.
+
+    obstore passes over it, so that a server would be called unknown that the file names; boto3 fails.
+    """
+    if (named := os.environ.get("SSL_CERT_FILE")) and not Path(named).is_file():
+        raise ConfigError(
+            f"SSL_CERT_FILE names {named}, which is no file. Name the file with the certificates to trust (PEM), or "
+            "unset it: then those of this machine are trusted."
+        )
+
+
 def writing_options(limit_s: float) -> "ClientConfig":
     """Options of an HTTP client whose requests write, and may take `limit_s` seconds."""
     return {**CLIENT_OPTIONS, "timeout": f"{limit_s:.0f}s", "read_timeout": f"{limit_s:.0f}s"}
@@ -374,7 +386,7 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     """The store at `gs://…` or `az://…`.
 
     `options`: obstore's own settings; missing ones come from the environment. Raises `ConfigError` if URL, credentials
-    or options are invalid.
+    or options are invalid, or the file that SSL_CERT_FILE names is missing.
     """
     kind, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -384,6 +396,7 @@ def open_cloud(url: str, options: Mapping[str, Any]) -> ObstoreEngine:
     for name in options:  # obstore ends the process's thread at a client's option among them
         if name not in allowed:
             raise ConfigError(unknown_name("storage option", name, allowed))
+    check_certificates()
     if kind == "az" and (server := options.get("endpoint") or os.environ.get("AZURE_STORAGE_ENDPOINT")):
         checked_endpoint(str(server), "AZURE_STORAGE_ENDPOINT, or storage_options")
     # A server on loopback or behind a proxy may speak http, as with S3: no endpoint does that nobody has named.

@@ -16,6 +16,7 @@ from diloco_orchestrator.store.obstore_engine import (
     CLIENT_OPTIONS,
     NO_RETRIES,
     ObstoreEngine,
+    check_certificates,
     checked_endpoint,
     without_user,
 )
@@ -36,8 +37,8 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
 
     Objects above `single_put_limit` bytes are sent in parts.
 
-    Raises `ConfigError` for an invalid URL or option or if boto3 is missing, `StoreDenied` if there are no credentials,
-    `StoreError` if they cannot be read.
+    Raises `ConfigError` for an invalid URL or option, if boto3 or the file that SSL_CERT_FILE names is missing,
+    `StoreDenied` if there are no credentials, `StoreError` if they cannot be read.
     """
     parts = urlsplit(url)
     if not parts.netloc:
@@ -46,6 +47,8 @@ def open_s3(url: str, options: Mapping[str, Any], single_put_limit: int = OBJECT
     session, settings = _session_of(url, options)
     credentials = _credentials(session, settings, url)
     endpoint = _endpoint(session, settings)
+    if _is_tls(endpoint):
+        check_certificates()
     opened = partial(_obstore, parts.netloc, prefix, credentials, endpoint, session.region_name)
     writing, writer, writes = options, opened, None
     if profile := os.environ.get(ENV_WRITING_PROFILE):

@@ -1,4 +1,7 @@
-"""The limits on the hours and dollars of a leg (start or resume to stop): checked before a launch, then enforced."""
+"""The limits on the hours and dollars of a run until somebody resumes it: checked before a launch, then enforced.
+
+They count for a leg (start or resume to stop) together with those before it that led to it by themselves.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,6 +17,7 @@ from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin
 from diloco_orchestrator.run_log.append import request_halt
+from diloco_orchestrator.supervision.next_leg import BY_ITSELF
 from diloco_orchestrator.supervision.placing import WORTH_S
 
 log = logging.getLogger(__name__)
@@ -24,7 +28,7 @@ _COSTS_EVERY_S = 5.0  # adding them up is a LIST and a few GETs; five seconds of
 
 
 def limit_reached(config: RunConfig, used: LegCost, next_usd: float = 0.0) -> str:
-    """Reason why the run must be halted after `used` hours and dollars since its last start or resume; else empty.
+    """Reason why the run must be halted after `used` hours and dollars of its budget; else empty.
 
     `next_usd`: US dollars that the open round and one more will cost from now on; 0 if that is not known.
     """
@@ -105,10 +109,25 @@ def check_places(config: RunConfig, places: Places, prices: Mapping[str, Price |
         )
 
 
-class LegBudget:
-    """Enforces `max_hours` and `max_cost_usd` for one leg (start or resume to stop). Each leg has its own budget."""
+def counted_together(begins: Sequence[Begin]) -> list[Begin]:
+    """The last of `begins`, records of starts and resumes, and those before it that share its budget, oldest first.
 
-    def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp) -> None:
+    A leg that begins by itself has the budget of the leg before: nobody has given it more.
+    """
+    first = len(begins) - 1
+    while first > 0 and begins[first].by in BY_ITSELF:
+        first -= 1
+    return list(begins[first:])
+
+
+class LegBudget:
+    """Enforces `max_hours` and `max_cost_usd` for one leg (start or resume to stop), the newest.
+
+    Each leg that somebody begins has its own budget; `counted_together` has the others. `wall_time`: now, in seconds
+    since 1970.
+    """
+
+    def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp, wall_time: float) -> None:
         self._reader = reader
         self._begin = begin
         self._by = by
@@ -117,19 +136,23 @@ class LegBudget:
         config = reader.run.config
         self._unlimited = config.max_hours is None and config.max_cost_usd is None
         self._asked = False  # whether this object has requested a halt
-        self.left_usd = config.max_cost_usd  # as of the last `enforce` that read costs; None: no limit
+        legs = [] if self._unlimited else counted_together(reader.log.begins())
+        self._earlier = [reader.spent(each, now=following.at) for each, following in pairwise(legs)]
+        self.left_usd: float | None = None  # as of the last time that costs were read; None: no limit
+        if config.max_cost_usd is not None:  # of a leg that goes on, a coordinator before this one has spent some
+            self.left_usd = config.max_cost_usd - (reader.spent(begin, wall_time).after(self._earlier).usd or 0.0)
 
     def enforce(self, now: float, wall_time: float) -> str:
         """Request a halt of the run once its hours are used up, or its dollars do not pay for another round.
 
-        Both count since its last start or resume. Returns the reason to stop the run in mid-round, where all dollars
-        are used up, or the open round does not end; else empty. Reads costs at most every 5 s. `now`: seconds on this
-        process's monotonic clock; `wall_time`: seconds since 1970.
+        Both count since somebody has started or resumed it. Returns the reason to stop the run in mid-round, where all
+        dollars are used up, or the open round does not end; else empty. Reads costs at most every 5 s. `now`: seconds
+        on this process's monotonic clock; `wall_time`: seconds since 1970.
         """
         if self._unlimited or (self._next_at is not None and now < self._next_at):
             return ""
         self._next_at = now + _COSTS_EVERY_S
-        config, used = self._reader.run.config, self._reader.spent(self._begin, wall_time)
+        config, used = self._reader.run.config, self._reader.spent(self._begin, wall_time).after(self._earlier)
         next_usd = 0.0
         if config.max_cost_usd is not None:
             self.left_usd = config.max_cost_usd - (used.usd or 0.0)

@@ -108,7 +108,7 @@ class Coordinator:
             sending,
         )
         self._end = EndOfLeg(run_log, begin, stamp)
-        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
+        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp, clock.wall_time())
         self._book: PlaceBook | None = None
         if isinstance(means.executor, Places):
             newest = run_log.newest(begin.record)
@@ -117,6 +117,7 @@ class Coordinator:
         self._rows = reader.new_rows()
         self._sweeper = RetentionSweeper(run_log)
         self._stopped_at: float | None = None
+        self._waited: set[int] = set()  # rounds for which commits were judged, as a replica waited in one
         self._judged_void = False  # whether a replica wrote so many void commits that a halt was asked for
         self._disk_at, self._no_room = clock.now(), ""  # when the disk of the run's folder was checked
         self._observed_at, self._watched_since = clock.now(), -math.inf
@@ -146,12 +147,25 @@ class Coordinator:
         if self._stopped_at is None:
             self._seen.follow(self.reader.log)
             self._stopped_at = self._clock.now() if self._end.reached() else None
+            self._judge_commits()
         self._fleet.observe(stopped=self._stopped_at is not None)
         self._fleet.tick(stopped=self._stopped_at is not None)
         now = self._clock.now()
         if now - self._observed_at > 0.5 * self._policy.hung_after_s:
             self._watched_since = now
         self._observed_at = now
+
+    def _judge_commits(self) -> None:
+        """Judge the newest commits, as one may name what is not there, if a replica waits in a round that has ended."""
+        newest = self.reader.log.newest(self._begin)
+        if newest is None or self._stopped_at is not None:
+            return
+        round_, seen_at = newest.commit.round, self._seen.newest_at
+        # A heartbeat from before the newest commit was seen says nothing about that one.
+        waited = {each for each, at in self._fleet.waited_for if each < round_ or (each == round_ and at > seen_at)}
+        if waited - self._waited:
+            self._waited |= waited
+            self._end.unfounded.judge()
 
     def _decide(self) -> list[fleet_policy.Action]:
         now = self._clock.now()
@@ -255,6 +269,6 @@ class Coordinator:
         """Stop the run without the replicas: commit a stop and cancel all attempts. `why` goes into the commit."""
         self._seen.forget()
         self._end.commit_stop(stop, why)
-        log.warning("the run is stopped (%s): %s", stop, why)
+        log.warning("the run is stopped (%s): %s", stop, self._fleet.as_told(why))
         self._stopped_at = self._clock.now()
         self.cancel_all(why)

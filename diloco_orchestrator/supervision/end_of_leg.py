@@ -7,7 +7,7 @@ They are the stop commit, the result and the last snapshot, which replicas write
 import logging
 import platform
 
-from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol import rounds
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import By, Stamp
@@ -19,6 +19,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import ensure_default_snapshot
+from diloco_orchestrator.supervision.unfounded_commits import UnfoundedCommits
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,13 @@ class EndOfLeg:
         self._begin = begin.record
         self._begin_sha256 = begin.sha256
         self._stamp = stamp
+        self.unfounded = UnfoundedCommits(run_log, begin.record, coordinator_name(), stamp)
 
     def reached(self) -> bool:
         """Whether the run has stopped since its last start or resume: by a stop commit or a result. Up to two GETs."""
         last = self._last()
+        if last is not None and last.commit.stop != "none" and self.unfounded.judge():
+            return self.reached()  # that commit is void
         return bool(last and last.commit.stop != "none") or self._log.result(self._begin.leg) is not None
 
     def commit_stop(self, stop: rounds.Stop, why: str) -> None:
@@ -51,6 +55,8 @@ class EndOfLeg:
             if self._log.start() is None:
                 self._write_result(stop, why)  # without start.json no commit can be chained
                 return
+            self.unfounded.judge()
+            self._log.check_newest(self._begin)
             last = self._last()
             if last is not None and last.commit.stop != "none":
                 return  # a replica stopped the leg since `reached` was asked
@@ -112,7 +118,7 @@ class EndOfLeg:
         )
 
     def _ensure_last_snapshot(self) -> None:
-        """Write the snapshot of the last base before the stop, if missing; unreadable payloads are a logged error."""
+        """Write the snapshot of the last base before the stop, if missing; logs an error if it cannot be rebuilt."""
         round_, snapshots = self.last_base(), ConfirmedSnapshots(self._log)
         # The log claims nothing of the base that a halt by request leaves, until a leg starts from it.
         unclaimed = claimed_base(self._log, round_) is None and bool(snapshots.said_digests(round_))
@@ -122,7 +128,7 @@ class EndOfLeg:
 
         try:
             write_rebuilt_snapshot(self._log, round_, self._stamp)
-        except (ConfigError, PayloadCorrupt, RecordInvalid) as error:
+        except (ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid) as error:
             newest = ConfirmedSnapshots(self._log).newest(1, range(round_))
             log.error(
                 "leg %d ends without a snapshot of its last base, of round %d: %s", self._begin.leg, round_, error

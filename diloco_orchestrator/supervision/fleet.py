@@ -106,6 +106,11 @@ class Fleet:
         """Views of the replicas, in the order of their ids."""
         return tuple(self._views.values())
 
+    @property
+    def waited_for(self) -> set[tuple[int, float]]:
+        """The rounds whose end replicas waited for, as heartbeats say, and when these were read, on the own clock."""
+        return {each for each in self._events.waited_for.values() if each is not None}
+
     def alive(self) -> list[int]:
         """Replicas whose newest attempt is not known to have ended."""
         return [view.replica_id for view in self.views if isinstance(view.state, Alive)]
@@ -252,6 +257,13 @@ class Fleet:
         if (replica_id, attempt) != who:
             return words.replace(told, f"for the same reason as replica {replica_id}, attempt {attempt}")
         return words if isinstance(state, Ended) and not repeated else words.replace(told, "as said above")
+
+    def as_told(self, words: str) -> str:
+        """`words` for the log, without the causes that were logged as attempts ended for them."""
+        for cause in sorted(self._told, key=len, reverse=True):  # a cause may be part of another
+            if len(cause) >= _SHORT:
+                words = words.replace(cause, "as said above")
+        return words
 
     def _has_taken_part(self, view: ReplicaView) -> bool:
         """Whether a commit has averaged a contribution of an ended attempt.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from diloco_orchestrator.config import GuardConfig, RunConfig, config_of_leg
-from diloco_orchestrator.errors import ConfigError, NoSuchRun, PayloadCorrupt
+from diloco_orchestrator.errors import ConfigError, NoSuchRun, ObjectMissing, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.guard.registry import rule_of
 from diloco_orchestrator.guard.strangers import why_never_scored
 from diloco_orchestrator.protocol import keys
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 # `Begin.by` of the legs that begin here. Those of the first are counted by it, whichever coordinator began them.
 BY_AUTO_RESUME, BY_ROTATION = "on_halt", "rotation"
+BY_ITSELF = (BY_AUTO_RESUME, BY_ROTATION)  # whose legs have the budget of the one before
 
 
 def begin_next_leg(
@@ -162,8 +163,8 @@ def _guard_state(run_log: RunLog, origin: CommitEntry | None, config: RunConfig)
 def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
     """Write the snapshot of the base that is resumed from, unless it exists, so that replicas need no older objects.
 
-    Returns the digest of that base. Raises `ConfigError` naming the newest snapshot if payloads that the base needs
-    cannot be read any more.
+    Returns the digest of that base. Raises `ConfigError` naming the newest snapshot if manifests or payloads that the
+    base needs cannot be read any more.
     """
     snapshots = ConfirmedSnapshots(run_log)
     if snapshots.take_of(round_) is not None:
@@ -172,7 +173,7 @@ def _ensure_snapshot(run_log: RunLog, round_: int, stamp: Stamp) -> str | None:
 
     try:
         return write_rebuilt_snapshot(run_log, round_, stamp)
-    except (ConfigError, PayloadCorrupt) as error:
+    except (ConfigError, ObjectMissing, PayloadCorrupt, RecordInvalid) as error:
         newest = snapshots.newest(1, range(round_))[0]
         raise ConfigError(
             f"the base after round {round_} of {run_log.store.url} cannot be rebuilt: {error} Resume with --from-round "

@@ -177,6 +177,8 @@ class RecordEvents:
         self._began_at = now
         self._read_at = -math.inf  # records of attempts without a status
         self._beat_due: dict[Who, float] = {}
+        # The round whose end an attempt waited for, as its newest heartbeat says, and when that was read.
+        self.waited_for: dict[Who, tuple[int, float] | None] = {}
 
     def without_status(self, views: Iterable[ReplicaView], now: float) -> Iterator[Addressed]:
         """Events for new records (handle, exit) of attempts whose status cannot be polled here, read at intervals."""
@@ -225,6 +227,7 @@ class RecordEvents:
                 pause_s = pace.heartbeats_read_s(self._config, self._seen.round_s, apart_s)
             self._beat_due[who] = now + pause_s
             if beat is not None:
+                self.waited_for[who] = (beat.round, now) if beat.phase == "waiting" else None
                 yield who, BeatSeen(beat.counter)
 
     def _exit(self, who: Who, status: ReplicaStatus | None) -> ExitSeen | None:

@@ -5,11 +5,13 @@ that a resume, a rebuild of a kept round or a late replica still needs. Deletion
 line.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from diloco_orchestrator.config import RetentionConfig
-from diloco_orchestrator.errors import RecordInvalid, RecordTooNew
+from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
@@ -18,9 +20,13 @@ from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.run_log.contributions import ContributionReader, ManifestListing
 from diloco_orchestrator.run_log.run_log import RunLog
+from diloco_orchestrator.run_log.run_store import operator_of_run
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 from diloco_orchestrator.store.base import ObjectInfo, Store
+from diloco_orchestrator.store.local_files import why_no_room
+
+_NOTE_BYTES = 2**16  # of room for the record of a deletion: more than a file of any file system takes at the least
 
 
 @dataclass
@@ -30,6 +36,9 @@ class RetentionPlan:
     objects: list[ObjectInfo] = field(default_factory=list)
     kept_snapshots: dict[int, str] = field(default_factory=dict)  # round -> why it is kept
     horizon: int = 0  # payloads of later rounds stay
+    # Each replica's newest contribution of each fragment, by (replica id, fragment), and the leg from which they count.
+    newest: dict[tuple[int, int], Contribution] = field(default_factory=dict)
+    leg: int = 0
 
     @property
     def size(self) -> int:
@@ -38,12 +47,12 @@ class RetentionPlan:
 
 
 def plan(
-    run_log: RunLog, retention: RetentionConfig, after_round: int = 0, scores: BaseScores | None = None
+    run_log: RunLog, retention: RetentionConfig, earlier: RetentionPlan | None = None, scores: BaseScores | None = None
 ) -> RetentionPlan:
     """The objects that may be deleted now under the settings `retention`.
 
-    `after_round`: payloads of rounds up to this one are left out, because an earlier sweep has deleted them. `scores`:
-    the held-out scores of all commits; None: read every commit.
+    `earlier`: the plan before, whose objects are deleted; rounds up to its horizon are not listed again. `scores`:
+    held-out scores of all commits; None: read every commit.
     """
     store, begins = run_log.store, run_log.begins()
     confirmed = ConfirmedSnapshots(run_log)
@@ -62,27 +71,36 @@ def plan(
             made.objects += _snapshot_objects(store, round_)
     ended = scores.last is not None and scores.last.stop != "none"
     if retention.snapshots is not None and len(safe) >= SAFE_SNAPSHOTS and ended:
-        made.objects += _orphans(store, snapshots, before=safe[0])
+        made.objects += _orphans(store, set(snapshots), before=safe[0])
     if retention.payloads == "needed" and len(safe) >= SAFE_SNAPSHOTS:
-        made.horizon = safe[0]
-        newest = _newest_contributions(run_log, last, scores.fragments or {0}, begins)
-        made.objects += _payloads(run_log, made.horizon, newest, after_round)
-        made.objects += _states(store, run_log.run.config.most_replicas, made, newest)
+        made.horizon, made.leg = safe[0], begins[-1].leg
+        made.newest = _newest_contributions(run_log, last, begins, earlier)
+        made.objects += _payloads(run_log, made.horizon, made.newest, earlier.horizon if earlier else 0)
+        made.objects += _states(store, run_log.run.config.most_replicas, made)
     return made
 
 
-def note_wider(run_log: RunLog, retention: RetentionConfig, by: str, stamp: Stamp) -> None:
-    """Record that `by` deletes payloads of a run whose settings keep them all. Call it before anything is deleted.
+def collect(run_log: RunLog, retention: RetentionConfig, made: RetentionPlan, by: str, stamp: Stamp) -> None:
+    """Delete the objects of a retention plan, in its order, for `by`. Safe to repeat and to interrupt.
 
-    `retention`: the settings for this deletion.
+    Before payloads of a run whose settings keep them all, `by` is recorded: only where a full disk or quota has no room
+    for that record, objects go first. `retention`: the settings of the plan. Raises `ConfigError` for a signed run
+    whose keys this process has not.
     """
+    store, left = run_log.store, deque(made.objects)
     if retention.payloads == "needed" and run_log.keeps_payloads:
-        Writer(run_log.store, Role.ANYBODY).create(Retention(**stamp(), payloads="needed", by=by))
-
-
-def delete(store: Store, plan: RetentionPlan) -> None:
-    """Delete the objects of a retention plan, in its order. Safe to repeat and to interrupt."""
-    for info in plan.objects:
+        operator_of_run(run_log.run, store, "deleting payloads")  # before any is: who has no key records nothing
+        while left and why_no_room(Path(store.url), _NOTE_BYTES):  # the store would wait for somebody to make room
+            store.delete(left.popleft().key)
+        record = Retention(**stamp(), payloads="needed", by=by)
+        try:
+            Writer(store, Role.ANYBODY).create(record)
+        except StoreFull:  # by a quota
+            if not left:
+                raise
+            store.delete(left.popleft().key)
+            Writer(store, Role.ANYBODY).create(record)
+    for info in left:
         store.delete(info.key)
 
 
@@ -132,7 +150,7 @@ def _snapshot_objects(store: Store, round_: int) -> list[ObjectInfo]:
     return sorted(listed, key=lambda info: (not info.key.endswith(keys.SNAPSHOT_RECORD), info.key))
 
 
-def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[ObjectInfo]:
+def _orphans(store: Store, complete: Collection[int], before: int) -> Iterator[ObjectInfo]:
     """Files of incomplete snapshots, left by an interrupted writer or deletion. Only for a stopped run.
 
     `complete`: rounds with a complete snapshot. `before`: only snapshots of rounds before this one.
@@ -144,22 +162,26 @@ def _orphans(store: Store, complete: Sequence[int], before: int) -> Iterator[Obj
 
 
 def _newest_contributions(
-    run_log: RunLog, last: int, fragments: Collection[int], begins: Sequence[Begin]
+    run_log: RunLog, last: int, begins: Sequence[Begin], earlier: RetentionPlan | None
 ) -> dict[tuple[int, int], Contribution]:
     """Each replica's newest contribution of each fragment, by (replica id, fragment).
 
     They are kept, because unaveraged work is added to the next contribution, and they name the newest states and
-    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base. `last`:
-    round of the last commit. `begins`: all start and resume records.
+    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base; those up
+    to the horizon of an `earlier` plan of this leg were: a replica that is away would have a long run listed each time.
+    `last`: round of the last commit. `begins`: all start and resume records.
     """
-    newest: dict[tuple[int, int], Contribution] = {}
-    begin = begins[-1]
-    before = leg_of_base(begins[:-1], begin.from_round)
-    led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
+    begin, start = begins[-1], run_log.start()
+    if earlier is not None and earlier.leg == begin.leg:
+        newest, rounds = dict(earlier.newest), [*range(last + 1, max(begin.after_round, earlier.horizon), -1)]
+    else:
+        before = leg_of_base(begins[:-1], begin.from_round)
+        led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
+        newest, rounds = {}, [*range(last + 1, begin.after_round, -1), *led_to_it]
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
     for replica_id in range(run_log.run.config.most_replicas):
-        missing = set(fragments)
-        for round_ in (*range(last + 1, begin.after_round, -1), *led_to_it):
+        missing = set(range(len(start.record.synced_fragments))) if start else set()
+        for round_ in rounds:
             if not missing:
                 break
             if replica_id not in listing.authors(round_):
@@ -219,15 +241,13 @@ def _authors(store: Store, round_: int) -> set[int]:
     return {found[1] for found in parsed if found is not None}
 
 
-def _states(
-    store: Store, replicas: int, made: RetentionPlan, newest: dict[tuple[int, int], Contribution]
-) -> Iterator[ObjectInfo]:
+def _states(store: Store, replicas: int, made: RetentionPlan) -> Iterator[ObjectInfo]:
     """Saved states to delete: not those of kept snapshots, of rounds still needed, or each replica's newest.
 
     The residual of each replica's newest contribution to each fragment stays too: its next one contains it.
     """
     for replica_id in range(replicas):
-        newest_rounds = {m.round for (owner, _), m in newest.items() if owner == replica_id}
+        newest_rounds = {m.round for (owner, _), m in made.newest.items() if owner == replica_id}
         last = max(newest_rounds, default=0)
         for info in store.list(keys.states(replica_id)):
             round_ = keys.parse_round(info.key)
@@ -251,7 +271,8 @@ class RetentionSweeper:
         self._scores = BaseScores()
         self._position: Position | None = None
         self._queue: list[ObjectInfo] = []
-        self._seen, self._planned_at = 0, 0  # rounds
+        self._made: RetentionPlan | None = None  # the last plan
+        self._planned_at = 0  # round
 
     def step(self, most: int = 50) -> None:
         """Delete at most `most` objects. A new plan is made after every `snapshot_every` rounds."""
@@ -262,9 +283,9 @@ class RetentionSweeper:
         del self._queue[:most]
         last = self._fold()
         if not self._queue and last >= self._planned_at + self._log.run.config.snapshot_every:
-            made = plan(self._log, self._retention, self._seen, self._scores)
-            self._queue, self._seen, self._planned_at = made.objects, made.horizon, last
-            self._scores.forget(but=sorted(made.kept_snapshots))
+            self._made = plan(self._log, self._retention, self._made, self._scores)
+            self._queue, self._planned_at = self._made.objects, last
+            self._scores.forget(but=sorted(self._made.kept_snapshots))
 
     def _fold(self) -> int:
         """Add the held-out scores in new commits; returns the round of the last one."""

@@ -135,16 +135,16 @@ def send_run(reader: RunReader, track: str, follow: Clock | None = None) -> Sent
     if follow is not None:
         seen = SeenStore.of(reader.store, follow)
         reader = RunReader(seen)
-    run, rows, rounds = reader.run, reader.new_rows(), 0
+    run, rounds = reader.run, 0
     sender = RoundSender(lambda: open_tracker(track, run.run_id, run.config.model_dump(mode="json")))
     try:
         while True:
             stopped = follow is None or reader.has_stopped()  # asked before reading, so that no round is left out
             if follow is not None and stopped:
                 seen.forget()
-            for row in rows.read():
+            for row in reader.rows()[rounds:]:  # held-out scores on the scale that they have by now
                 _or_failed(track, lambda row=row: sender.send(row))  # type: ignore[misc]
-                rounds = row.round
+                rounds += 1
             if follow is None or stopped:
                 return SentRun(run.run_id, rounds, sender.sent)
             seen.follow(reader.log)

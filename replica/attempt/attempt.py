@@ -15,7 +15,7 @@ from diloco_orchestrator.clock import Background, Clock, NoBackground
 from diloco_orchestrator.config import RunConfig
 from diloco_orchestrator.errors import ConfigError, FirstBaseOutvoted, Superseded
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Claim, Intent
+from diloco_orchestrator.protocol.attempt_records import BY_HAND, Claim, Intent
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.launched import Launched
 from diloco_orchestrator.protocol.process import installed_versions
@@ -29,8 +29,6 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import may_commit
 from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.store.base import OBJECT_LIMIT, Store
-
-_BY_HAND = "by hand"  # in place of the executor that launched an attempt
 
 
 @dataclass(frozen=True)
@@ -226,7 +224,7 @@ def _intend_first_free(store: Store, replica_id: int, leg: int, stamp: Stamp) ->
             replica_id=replica_id,
             attempt=number,
             leg=leg,
-            executor=_BY_HAND,
+            executor=BY_HAND,
             why="started by its user",
             claim_token=stamp.unforeseen(),
         )

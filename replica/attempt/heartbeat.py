@@ -71,6 +71,7 @@ class HeartbeatWriter:
         """Write one heartbeat. A failed write is logged and counts as a missed heartbeat."""
         self._counter += 1
         pulse = self._pulse
+        loss = pulse.loss  # once: the training thread may write another value, or None, in between
         heartbeat = Heartbeat(
             **self._stamp(),
             replica_id=self._replica_id,
@@ -79,7 +80,7 @@ class HeartbeatWriter:
             phase=pulse.phase,
             round=pulse.round,
             inner_step=pulse.inner_step,
-            loss=pulse.loss if pulse.loss is not None and math.isfinite(pulse.loss) else None,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
         )
         try:
             self._writer.overwrite(heartbeat)

@@ -20,9 +20,9 @@ from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take
 from diloco_orchestrator.replica.interop.reward_taps import tap as tap
 from diloco_orchestrator.replica.interop.trainer_settings import (
     adapt_trainer,
+    batches_in_a_row,
     check_not_trained,
     check_trainer,
-    rollout_steps,
 )
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.consumed_items import ItemsOf
@@ -140,7 +140,7 @@ class ReplicaCallback(TrainerCallback):  # type: ignore[misc]
             part, seed = ctx.replica_id, ctx.seed
         else:
             ranks, part, seed = [ctx.ranks], 0, ctx.seed + 1 + ctx.replica_id
-        deal = Deal.over(ranks, part, ctx.rank, rollout_steps(self._trainer))
+        deal = Deal.over(ranks, part, ctx.rank, batches_in_a_row(self._trainer))
         self._stream = LoaderStream(loader, deal, seed, ended=lambda: self._ended, begin=self._undo_draws)
         passes = self._passes(ctx.total_steps)
         if passes is not None and not ctx.rank:

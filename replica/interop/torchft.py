@@ -26,7 +26,7 @@ from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.rounds.participant import Participant
 from diloco_orchestrator.replica.training.diloco_loop import trainable_parameters
 from diloco_orchestrator.replica.training.exchange import is_sharded
-from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient
+from diloco_orchestrator.replica.training.fp32_shadow import PseudoGradient, check_whole
 from diloco_orchestrator.replica.training.fragments import split_fragments
 from diloco_orchestrator.replica.training.ranks import Ranks
 from diloco_orchestrator.run_log.append import join_or_create_run
@@ -70,7 +70,7 @@ class TorchftManager:
 
         `fragments`: the modules that are passed to `DiLoCo`, in that order; by default the whole model is one fragment.
         Frozen parameters keep their values and are not published. Raises `ConfigError` unless every trainable parameter
-        is in exactly one fragment and whole in this process, `ModelMismatch` if the model is not the run's.
+        is in exactly one fragment, whole in this process and real, `ModelMismatch` if the model is not the run's.
         """
         parameters = trainable_parameters(model)
         if self.ranks.ranks > 1 or any(map(is_sharded, parameters.values())):
@@ -78,6 +78,8 @@ class TorchftManager:
                 "torchft's classes average whole parameters of one process; this replica has "
                 f"{self.ranks.ranks} ranks, or a sharded model. Use make_diloco_outer_loop, in every rank."
             )
+        for name, parameter in parameters.items():
+            check_whole(name, parameter)
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         parts = [model] if fragments is None else fragments
         self._fragments = [{name_of.get(id(p), name): p.shape for name, p in part.named_parameters()} for part in parts]

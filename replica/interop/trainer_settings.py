@@ -52,9 +52,9 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | N
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
-    if _text(getattr(args, "lr_scheduler_type", "")) == "reduce_lr_on_plateau":
+    if (schedule := _text(getattr(args, "lr_scheduler_type", ""))) in ("reduce_lr_on_plateau", "greedy"):
         raise ConfigError(
-            'lr_scheduler_type="reduce_lr_on_plateau": each replica would follow evaluations of its own model, and a '
+            f'lr_scheduler_type="{schedule}": each replica would follow evaluations of its own model, and a '
             'restarted one has not all of them. Set another, such as "linear" or "constant".'
         )
     if getattr(args, "sync_ref_model", False):
@@ -134,6 +134,17 @@ def rollout_steps(trainer: Any) -> int:
         getattr(trainer, "num_iterations", 1),
     )
     return int(per_generation) * int(iterations) if per_generation else 1
+
+
+def batches_in_a_row(trainer: Any) -> int:
+    """Training batches that one rank takes in a row: those of a generation, or of an accumulation window.
+
+    The latter where the sampler sorts what belongs to one window by length: dealt one by one, the batches would give
+    one replica all long items and another all short ones.
+    """
+    args = trainer.args
+    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+    return int(args.gradient_accumulation_steps) if sorts else rollout_steps(trainer)
 
 
 def _check_rollouts(trainer: Any, config: RunConfig) -> None:

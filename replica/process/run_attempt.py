@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -464,7 +464,10 @@ class OutputTail:
 
 
 class _Tee:
-    """A text stream that writes to another stream and adds the text to an `OutputTail`."""
+    """A text stream that writes to another stream and adds the text to an `OutputTail`.
+
+    Text that the other stream does not take, as on a full disk, is in the tail alone: nobody's training ends for it.
+    """
 
     def __init__(self, stream: TextIO, tail: OutputTail) -> None:
         self._stream = stream
@@ -472,7 +475,13 @@ class _Tee:
 
     def write(self, text: str) -> int:
         self._tail.add(text)
-        return self._stream.write(text)
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

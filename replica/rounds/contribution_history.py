@@ -97,6 +97,20 @@ class ContributionHistory:
         rounds = (each for each in range(self._tip.position.round + 1, 0, -1) if leg_of_base(begins, each))
         return next((found for each in rounds if (found := self.of(each)) and found.progress), None)
 
+    def before_repeated(self) -> Iterator[tuple[Contribution, int]]:
+        """This replica's manifests of rounds that moved the base, newest first, with the outer steps after each.
+
+        Only if the open round repeats one that was not applied.
+        """
+        if self._tip.last is None or self._tip.last.applied:
+            return
+        begins = self._attempt.log.begins()
+        for round_ in range(self._tip.position.round, 0, -1):
+            if leg_of_base(begins, round_) and (manifest := self.of(round_)) is not None:
+                commit = self._tip.commit_of(round_)
+                if commit.applied:
+                    yield manifest, commit.outer_step
+
     def newest_delta(self) -> Contribution | None:
         """This replica's latest pseudo-gradient of a round that the newest base descends from, or of the open round.
 

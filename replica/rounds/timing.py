@@ -143,9 +143,12 @@ class RoundTiming:
         return max(pace.waits_long_s(self.usual_s), self._apart_s)
 
     def until_expected_s(self, missing: Iterable[int]) -> float:
-        """Seconds until the next missing replica usually responds, at most `pace.EXPECTED_S`; 0 if all are late."""
+        """Seconds until the next missing replica usually responds, at most `pace.EXPECTED_S`; 0 if all are late.
+
+        0 in the final evaluation round too, in which nobody trains.
+        """
         deadline, typical, now_s = self.deadline(), self._times.typical_s, self.train_s
-        if deadline is None:
+        if deadline is None or self._tip.open.final_evaluation:
             return 0.0
         known = [typical[replica_id] for replica_id in missing if replica_id in typical]
         # Who cannot finish by the deadline publishes a part at about the median.

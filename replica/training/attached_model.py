@@ -86,14 +86,14 @@ class AttachedModel:
         trained = set(map(id, optimizers.parameters()))
         if not any(id(parameter) in trained for parameter in self.parameters.values()):
             raise ConfigError(
-                "the optimizer given to attach holds no parameter of the model: its steps would not train it. Make the "
+                "the optimizer holds no parameter of the model: its steps would not train it. Make the "
                 "optimizer from the parameters of this model, after the model has its final form."
             )
         trained |= {id(parameter) for each in stateful.values() for parameter in _parameters_in(each)}
         left = [name for name, parameter in self.parameters.items() if id(parameter) not in trained]
         if left:
             log.warning(
-                "%d trainable parameters, %r the first, are in no optimizer given to attach. If another one trains "
+                "%d trainable parameters, %r the first, are in no optimizer given here. If another one trains "
                 "them, attach it too, as in attach(model, [one, other]), so that its state is saved.",
                 len(left),
                 left[0],
@@ -106,20 +106,19 @@ class AttachedModel:
         for name, parameter in self.parameters.items():
             if now.get(name) is not parameter:
                 raise ConfigError(
-                    f"the model's parameter {name!r} was replaced after ctx.attach, which holds the old one. Change "
-                    "the model before attach."
+                    f"the model's parameter {name!r} was replaced after the model was attached, which keeps the old "
+                    "one. Change the model before."
                 )
             if parameter.dtype != self._dtypes[name]:
                 raise ConfigError(
-                    f"the model's parameter {name!r} was {_short(self._dtypes[name])} at ctx.attach and is "
-                    f"{_short(parameter.dtype)} now: the run's snapshots hold the former. Call model.to(dtype) before "
-                    "attach."
+                    f"the model's parameter {name!r} was {_short(self._dtypes[name])} when it was attached and is "
+                    f"{_short(parameter.dtype)} now: the run's snapshots hold the former. Call model.to(dtype) before."
                 )
         for name, parameter in now.items():
             if parameter.requires_grad and name not in self.parameters:
                 raise ConfigError(
-                    f"the model's parameter {name!r} is trained since after ctx.attach, and would be synchronised "
-                    "nowhere. Set requires_grad before attach; to train it later, give it lr=0 until then."
+                    f"the model's parameter {name!r} is trained since after the model was attached, and would be "
+                    "synchronised nowhere. Set requires_grad before; to train it later, give it lr=0 until then."
                 )
 
 

@@ -38,7 +38,7 @@ class DealtBatches:
         self._attempt, self._data, self._size = attempt, data, len(data)
         self._deal: OpenDeal | None = None
         self._at = (0, 0)  # round and inner step of the batch that was taken last
-        self._steps = -1  # inner steps of this replica before that batch
+        self._steps = -1  # inner steps of this replica before that batch; negative: not comparable with later counts
         self._others: dict[int, Any] = {}  # by replica: batches of its data set, as its newest manifest says
         self._taken = self._skipped = 0  # batches, and those on which no step was taken
 
@@ -50,6 +50,10 @@ class DealtBatches:
         """
         self._check(round_, inner_step, steps)
         return self._data[self._of(round_).of(self._attempt.replica_id).index(inner_step)]
+
+    def forget_steps(self) -> None:
+        """Forget the count of steps at the last batch: the replica goes on with the count of another attempt."""
+        self._steps = -1
 
     def items_beside(
         self, contribution: Contribution, roster: Sequence[int], items_of: Callable[[Any], Iterable[Any]], most: int
@@ -126,7 +130,7 @@ class DealtBatches:
         """The deal (assignment of batches to replicas) of a round, after all commits before it."""
         log, config = self._attempt.log, self._attempt.config
         if self._deal is None:
-            self._deal = OpenDeal(self._size, config.round_steps, config.most_replicas)
+            self._deal = OpenDeal(self._size, config.round_steps, config.most_replicas, config.fragments)
             begins = log.begins()[: self._attempt.begin.leg]
             replicas = [log.configs.of(each.leg).replicas for each in begins]
             before = (commit for commit in log.each_commit() if commit.round < round_)

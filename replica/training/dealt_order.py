@@ -127,6 +127,8 @@ def _feed(hasher: Any, value: Any) -> None:
                 _feed(hasher, each)
         case str() | bytes() | int() | float() | None:
             hasher.update(f"{value!r} ".encode())
+        case _ if getattr(getattr(value, "dtype", None), "hasobject", False):  # whose bytes are addresses in memory
+            _feed(hasher, value.tolist())
         case _ if hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array or a number of numpy
             hasher.update(f"array {value.dtype} {value.shape} ".encode())
             hasher.update(value.tobytes())

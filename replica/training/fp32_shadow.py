@@ -215,11 +215,11 @@ def check_whole(name: str, parameter: torch.nn.Parameter) -> None:
     kind = type(parameter.data)
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         raise ConfigError(
-            f"the model's parameter {name!r} has no shape yet (a Lazy module): call the model once before ctx.attach."
+            f"the model's parameter {name!r} has no shape yet (a Lazy module): call it once before it is attached."
         )
     if parameter.is_meta:
         raise ConfigError(
-            f"the model's parameter {name!r} is on the meta device and has no values: load the model before ctx.attach."
+            f"the model's parameter {name!r} is on the meta device and has no values: load it before it is attached."
         )
     if parameter.is_complex():
         raise ConfigError(

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from diloco_orchestrator.config import OuterConfig
 from diloco_orchestrator.config.schedule import SyncSchedule
 from diloco_orchestrator.errors import ConfigError
-from diloco_orchestrator.replica.rounds.interface import ClosedRound, Rounds
+from diloco_orchestrator.replica.rounds.interface import ClosedRound, ContributionFields, Rounds
 from diloco_orchestrator.replica.rounds.own_model import OwnModel
 from diloco_orchestrator.replica.training.attached_model import AttachedModel
-from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop, trainable_parameters
+from diloco_orchestrator.replica.training.diloco_loop import DiLoCoLoop
 from diloco_orchestrator.replica.training.exchange import is_sharded
 from diloco_orchestrator.replica.training.follower import served
 from diloco_orchestrator.replica.training.fp32_shadow import views_of
@@ -59,11 +59,12 @@ class LeadingLoop(DiLoCoLoop):
         fragments: Sequence[FragmentView],
         rounds: Rounds,
         schedule: SyncSchedule,
+        fields: Callable[[], ContributionFields],
         ranks: Ranks,
         leave: Callable[[], None],
         inner_optimizer: torch.optim.Optimizer,
     ) -> None:
-        super().__init__(fragments, rounds, schedule, inner_optimizer=inner_optimizer)
+        super().__init__(fragments, rounds, schedule, fields, inner_optimizer)
         self._ranks = ranks
         self._leave = leave
 
@@ -139,22 +140,29 @@ def make_diloco_outer_loop(
         tokenizer: saved beside the model in snapshots.
 
     Raises:
-        ConfigError: for settings that do not fit together.
+        ConfigError: for settings that do not fit together, parameters that cannot be averaged, such as complex ones,
+            and an optimizer of another model; in the loop, for parameters that are other objects than here.
         ModelMismatch: the model is not the run's.
     """
-    parameters, ranks = trainable_parameters(model), manager.ranks
+    attached, optimizers, ranks = AttachedModel(model), InnerOptimizers(inner_optimizer), manager.ranks
+    attached.check_optimized(optimizers, {})
+    parameters = attached.parameters
+
+    def fields() -> ContributionFields:
+        attached.check_unchanged()
+        return ContributionFields()
+
     names = split_fragments(parameters, fragments)
     schedule = SyncSchedule(sync_every, len(names), fragment_sync_delay, fragment_update_alpha)
     if ranks.ranks == 1 and not any(map(is_sharded, parameters.values())):
-        rounds = manager.start(OwnModel(parameters, names, ModelFiles.of(model, tokenizer)), outer)
+        rounds = manager.start(OwnModel(parameters, names, ModelFiles.of(attached.module, tokenizer)), outer)
         views = views_of(parameters, names, mixes=schedule.alpha > 0, in_background=schedule.delay > 0)
-        return DiLoCoLoop(views, rounds, schedule, inner_optimizer=inner_optimizer)
+        return DiLoCoLoop(views, rounds, schedule, fields, inner_optimizer)
     if schedule.alpha:
         raise ConfigError(
             f"fragment_update_alpha={schedule.alpha} needs the whole model in one process; this one is sharded, or in "
             "several ranks. Set fragment_update_alpha=0."
         )
-    attached, optimizers = AttachedModel(model), InnerOptimizers(inner_optimizer)
     ranks.await_all("make_diloco_outer_loop")
     island = Island(ranks, attached, optimizers, {})
     if ranks.rank:
@@ -163,6 +171,6 @@ def make_diloco_outer_loop(
     rounds = manager.start(IslandModel(attached.parameters, names, files, island=island), outer)
     island.call("share_buffers")
     of_ranks = [IslandView(island, each) for each in names]
-    loop = LeadingLoop(of_ranks, rounds, schedule, ranks, manager.leave, inner_optimizer)
+    loop = LeadingLoop(of_ranks, rounds, schedule, fields, ranks, manager.leave, inner_optimizer)
     ranks.signal(GO)
     return loop

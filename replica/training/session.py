@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from diloco_orchestrator.errors import Preempted
@@ -30,13 +31,14 @@ from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
 from diloco_orchestrator.replica.training.position import TrainingPosition
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
-from diloco_orchestrator.replica.training.schedule_counts import catch_up
+from diloco_orchestrator.replica.training.schedule_counts import catch_up, earlier_rates, go_back
 
 log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
 _MOST_ITEMS = 256  # training items of each kind on which a stranger's contribution is scored
+_MOST_MANIFESTS = 3  # of this replica in which a schedule's steps are looked for; that of a partial round has too few
 
 
 class TrainingSession:
@@ -64,6 +66,7 @@ class TrainingSession:
         self._optimizers, self._evidence = optimizers, evidence
         self._loop = DiLoCoLoop(parts.views, rounds, parts.schedule, self._fields)
         self._checkpoint = Checkpoint(attempt, rounds, self._loop, optimizers, stateful)
+        self._first_rates = self._checkpoint.small.rates()  # as the training function made them
         self._island, self._has_others = island, island.ranks.ranks > 1
         self._hooks = optimizers.watch(self._before_step, self._count_step)
         self._watch = StepWatch(optimizers)
@@ -215,11 +218,22 @@ class TrainingSession:
             self._island.call("opened", self.metrics.total_inner_steps)
 
     def _catch_up(self) -> None:
-        """Let schedules in `stateful` make the steps of rounds that the run has taken without this replica."""
-        published_at = self._rounds.open.outer_step * self._attempt.config.round_steps - self._loop.schedule.delay
-        of_base = self._rounds.history.of_base
-        if not self.stopped and catch_up(self._stateful, self.step_count, of_base, published_at) and self._has_others:
-            self._island.call("follow", self._checkpoint.small.encode(), {}, -1, 0)
+        """Let schedules in `stateful` make the steps of rounds that the run has taken without this replica, and take
+        back those of rounds that were not applied.
+        """
+        if self.stopped:
+            return
+        round_steps, delay = self._attempt.config.round_steps, self._loop.schedule.delay
+        history, small = self._rounds.history, self._checkpoint.small
+        outer_step = self._rounds.open.outer_step
+        newest = islice(history.before_repeated(), _MOST_MANIFESTS)
+        own = ((manifest, steps * round_steps - delay) for manifest, steps in newest)
+        rates = earlier_rates(own, None if outer_step else self._first_rates)
+        moved = go_back(self._stateful, small, self.step_count, rates)
+        published_at = outer_step * round_steps - delay
+        moved |= catch_up(self._stateful, self.step_count, history.of_base, published_at)
+        if moved and self._has_others:
+            self._island.call("follow", small.encode(), {}, -1, 0)
 
     def _score(self) -> None:
         opened = self._rounds.open

@@ -10,7 +10,7 @@ import base64
 import copy
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,15 +88,26 @@ class SmallState:
         if not text:
             return set()  # a manifest of an earlier version
         tree = _decode(text, where)
-        of_rates = tree if rates is None else _decode(rates, where) if rates else {_OBJECTS: {}}
         for name, each in self._stateful.items():
-            states = (of_rates if torch_schedule(each) is not None else tree)[_OBJECTS]
-            if name in states:
-                each.load_state_dict(states[name])
-        if _GROUPS in of_rates:
-            self.set_hyperparameters(of_rates[_GROUPS])
-            self._keep_new(of_rates.get(_MADE, []))
+            if torch_schedule(each) is None and name in tree[_OBJECTS]:
+                each.load_state_dict(tree[_OBJECTS][name])
+        if rates is None or rates:
+            self.set_rates(tree if rates is None else _decode(rates, where), self._stateful)
         return set(tree[_OBJECTS])
+
+    def rates(self) -> dict[str, Any]:
+        """A copy of the states of torch's schedules and of the hyperparameters that they set."""
+        schedules = {name: each for name, each in self._stateful.items() if torch_schedule(each) is not None}
+        states = {name: each.state_dict() for name, each in schedules.items()}
+        return copy.deepcopy({_GROUPS: self.hyperparameters(), _OBJECTS: states, _MADE: self._made or []})
+
+    def set_rates(self, rates: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Set hyperparameters, and torch's schedules among `names`, to a result of `rates` or of `rates_in`."""
+        for name in names:
+            if torch_schedule(self._stateful[name]) is not None and name in rates[_OBJECTS]:
+                self._stateful[name].load_state_dict(copy.deepcopy(rates[_OBJECTS][name]))
+        self.set_hyperparameters(rates[_GROUPS])
+        self._keep_new(rates.get(_MADE, []))
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Learning rate, weight decay and the like of each parameter group."""
@@ -160,7 +171,21 @@ def stateful_in(text: str, where: str) -> Mapping[str, Any]:
 
     `where`: names the manifest in errors. Raises `RecordInvalid` for any other text.
     """
-    return _decode(text, where)[_OBJECTS] if text else {}
+    return states_in(rates_in(text, where))
+
+
+def rates_in(text: str, where: str) -> dict[str, Any]:
+    """A result of `SmallState.encode` as `SmallState.set_rates` takes it; without anything for an empty text.
+
+    `where`: names the manifest in errors. Raises `RecordInvalid` for any other text.
+    """
+    return _decode(text, where) if text else {_GROUPS: [], _OBJECTS: {}}
+
+
+def states_in(rates: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The states of stateful objects, by name, in a result of `rates_in` or of `SmallState.rates`."""
+    found: Mapping[str, Any] = rates[_OBJECTS]
+    return found
 
 
 def same_but_for_version(recorded: str, found: str) -> bool:

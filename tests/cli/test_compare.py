@@ -103,6 +103,13 @@ def test_scores_over_other_items_are_called_not_comparable(runs):
     assert words.startswith("These runs score 2 different sets of held-out items")
 
 
+def test_curves_have_the_scores_of_status_where_a_share_was_missing_in_the_first_round(runs):
+    (run,) = read(runs / "voted").runs
+    rows = RunReader(open_store(str(runs / "voted"))).rows()
+    scored = {row.round: row.heldout for row in rows if row.heldout is not None}
+    assert {point.round: point.value for point in run.heldout} == scored
+
+
 def test_curves_are_over_rounds_and_over_the_tokens_that_a_score_had_cost(runs):
     (run,) = read(runs / "rewarded").runs
     assert [(p.round, p.tokens, p.value) for p in run.training["reward"]] == [(1, 20, 0.0), (2, 40, 1.0), (3, 60, 2.0)]

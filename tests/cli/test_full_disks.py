@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from cli_support import ROOT, diloco_here
 from in_one_process import SmallRun
+from protocol_fleet import Fleet, play
 from scripted import STAMP, ScriptedExecutor
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection.explain import explain
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.terminal import Console, PlainLines, fitted, lasting, overview
+from diloco_orchestrator.inspection.verify.chain import verify_run
+from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.store.local_files import why_no_room
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
@@ -115,3 +118,18 @@ def test_a_disk_with_less_room_than_a_round_needs_is_told_before_the_round(small
     assert RunReader(run.store).status().no_room == ""
     assert why_no_room(small_disk, 100_000) == "" and why_no_room(small_disk / "nowhere", 1) == ""
     assert "0.3 MB left, a round writes 1.0 MB" in why_no_room(small_disk, 1_000_000)
+
+
+def test_gc_makes_room_on_a_disk_that_takes_not_even_the_record_of_it(small_disk: Path):
+    store = open_store(str(small_disk / "run"))
+    fleet = Fleet(replicas=2, rounds=50, snapshot_every=2, store=store)
+    participants = fleet.join_all()
+    for _ in range(7):
+        play(participants, [1.0, 2.0])
+        for participant in participants:
+            participant.write_snapshot_if_due()
+    fill(small_disk)
+    done = diloco_here("gc", store.url, "--payloads", "needed", cwd=small_disk.parent)
+    assert done.returncode == 0 and "removed 8 objects" in done.stdout, done.stdout + done.stderr
+    assert "Waiting since" not in done.stderr
+    assert store.get(keys.RETENTION) and verify_run(store).agrees

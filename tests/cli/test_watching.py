@@ -310,6 +310,15 @@ def test_a_long_reason_of_several_rounds_is_shown_once(failed: tuple[RunStatus, 
     assert out.getvalue().count(why) == 1 and "as in round 2" in out.getvalue()
 
 
+def test_who_resumes_a_run_gets_no_round_from_before(failed: tuple[RunStatus, RunStatus]):
+    out, before = StringIO(), running(failed[0], replicas=1, rounds=12)
+    display = PlainLines(Console(file=out, width=200), with_attempts=False)
+    display.show(replace(before, state="starting", leg=2))
+    display.show(running(failed[0], replicas=1, rounds=13))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("round")]
+    assert lines[0] == "rounds 1 to 12 came before" and len(lines) == 2 and lines[1].startswith("round 13  ")
+
+
 def test_who_begins_to_watch_late_gets_the_newest_rounds_only(failed: tuple[RunStatus, RunStatus]):
     out = StringIO()
     display = PlainLines(Console(file=out))

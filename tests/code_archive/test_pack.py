@@ -139,6 +139,13 @@ def test_too_much_code_is_refused_with_the_largest_files(project: Path):
     assert pack(project, ENTRYPOINT).users["weights.bin"] == 2**20 + 1
 
 
+def test_a_folder_of_data_is_refused_before_its_files_are_in_memory(project: Path):
+    with (project / "checkpoint.bin").open("wb") as file:
+        file.truncate(2**26)  # zeros, which would be small once packed
+    with pytest.raises(ConfigError, match=r"64 MiB.* more than 1 MiB.* The largest files are checkpoint\.bin"):
+        pack(CodeBundle([project], largest_mib=1), ENTRYPOINT)
+
+
 def test_what_to_install_is_named_with_the_versions_of_this_machine(project: Path):
     from importlib.metadata import version
 

@@ -190,5 +190,7 @@ def test_the_stream_of_a_hub_is_shared_and_goes_on(corpus: str, tmp_path: Path, 
     seen = list(islice(iter(first), 4))
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [*seen, *second] == shares[0]
+    second.set_epoch(1)
+    assert list(second) == shares[0]
     program("local", str(tmp_path / "run"), "--data", f"hub:{corpus}")
     digest(str(tmp_path / "run"))

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -125,6 +126,20 @@ def test_credentials_that_vanish_later_are_said_plainly(cluster: LoopbackKuberne
     monkeypatch.setattr("botocore.signers.RequestSigner.generate_presigned_url", _raises(NoCredentialsError()))
     with pytest.raises(ExecutorDenied, match="no working AWS credentials"):
         eks.find("run")
+
+
+def test_an_sso_login_that_has_ended_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is refused until somebody logs in again, and not an outage of AWS, which is waited out for hours."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # which has no token of a login
+    where = "sso_start_url = https://team.awsapps.com/start\nsso_region = eu-central-1\n"
+    who = "sso_account_id = 111122223333\nsso_role_name = Trainer\n"
+    (tmp_path / "config").write_text(f"[profile team]\n{where}{who}")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    with pytest.raises(ExecutorDenied, match=r"Token for https://team.awsapps.com/start does not exist.*aws sso login"):
+        executor().find("run")
 
 
 def _raises(error: Exception) -> Any:

@@ -337,6 +337,11 @@ def test_a_fleet_is_polled_by_one_listing_over_all_its_pages(service: LoopbackHF
     service.requests.clear()
     assert [status.state for status in executor.poll_many(handles)] == [ReplicaState.RUNNING] * 5
     assert len(service.requests) == 3  # five jobs, two on a page
+    for number in (2, 3):  # attempts that have ended stay listed for ever, and are not asked for
+        ended_state(executor, executor.launch(request_of("pass", attempt=number)))
+    service.requests.clear()
+    assert [status.state for status in executor.poll_many(handles)] == [ReplicaState.RUNNING] * 5
+    assert len(service.requests) == 3
     service.forget(handles[0].native_id)
     assert [status.reason for status in executor.poll_many(handles)] == ["lost", "", "", "", ""]
     service.failing = 500

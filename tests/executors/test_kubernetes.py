@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import kubernetes_validate
 import pytest
@@ -21,7 +22,7 @@ from executors.contract import (
     ReplicaState,
 )
 from executors.kubernetes_jobs import KubernetesExecutor
-from executors.kubernetes_objects import PodOptions, job_body, runs, status_of, telling_pods
+from executors.kubernetes_objects import PodOptions, job_body, runs, selector, status_of, telling_pods, warnings
 from executors.remote_base import run_label
 from executors.testing import ExecutorContract, Rig, ended_state, request_of, wait_until
 
@@ -247,12 +248,18 @@ def _job(*conditions: tuple[str, str], **parts: Any) -> dict[str, Any]:
 
 def _pod(phase: str, *, waiting: Any = None, terminated: Any = None, **status: Any) -> dict[str, Any]:
     state = {"waiting": waiting} if waiting else {"terminated": terminated} if terminated else {}
-    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": [{"state": state}], **status}}
+    containers = [{"name": "a-sidecar", "state": {"running": {}}}, {"name": "replica", "state": state}]
+    return {"metadata": {}, "status": {"phase": phase, "containerStatuses": containers, **status}}
 
 
 _COMPLETE, _FAILED = ("Complete", "CompletionsReached"), ("Failed", "BackoffLimitExceeded")
 _NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+_ON_NODE = {"type": "PodScheduled", "status": "True"}
+_CREATING, _INITIALIZING = {"reason": "ContainerCreating"}, {"reason": "PodInitializing"}
+_INIT = {"initContainerStatuses": [{"name": "corpus", "state": {"waiting": {"reason": "ErrImagePull"}}}]}
+_EVICTED = _pod("Failed", reason="Evicted", message='Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ')
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}
+_NODE_FULL = "The node was low on resource: memory. "
 _OOM = {"exitCode": 137, "reason": "OOMKilled"}
 _NOTED = {"diloco-cancelled": "true"}
 
@@ -265,7 +272,10 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(suspend=True, annotations=_NOTED), None, "cancelled", "user", "Suspended"),
         (_job(), _pod("Pending"), "pending", "", "Pending"),
         (_job(), _pod("Pending", conditions=[_NO_NODE]), "pending", "", "Unschedulable"),
-        (_job(), _pod("Pending", waiting={"reason": "ContainerCreating"}), "pending", "", "ContainerCreating"),
+        (_job(), _pod("Pending", waiting=_CREATING), "pending", "", "ContainerCreating"),
+        (_job(), _pod("Pending", waiting=_CREATING, conditions=[_ON_NODE]), "pending", "start", "ContainerCreating"),
+        (_job(), _pod("Pending", conditions=[_ON_NODE]), "pending", "start", "Pending"),
+        (_job(), _pod("Pending", waiting=_INITIALIZING, **_INIT), "pending", "image", "ErrImagePull"),
         (_job(), _pod("Pending", waiting={"reason": "ImagePullBackOff"}), "pending", "image", "ImagePullBackOff"),
         (_job(), _pod("Pending", waiting={"reason": "ErrImagePull"}), "pending", "image", "ErrImagePull"),
         (_job(), _pod("Pending", waiting={"reason": "InvalidImageName"}), "failed", "image", "InvalidImageName"),
@@ -285,6 +295,9 @@ _NOTED = {"diloco-cancelled": "true"}
         (_job(_FAILED), _pod("Failed", reason="DeadlineExceeded"), "timed_out", "deadline", "DeadlineExceeded"),
         (_job(_FAILED), _pod("Failed", conditions=[_DISRUPTED]), "preempted", "lost", "DisruptionTarget"),
         (_job(_FAILED), _pod("Failed", reason="Evicted"), "preempted", "lost", "DisruptionTarget"),  # an old server
+        (_job(_FAILED), _pod("Failed", reason="Evicted", message=_NODE_FULL), "preempted", "lost", "DisruptionTarget"),
+        (_job(_FAILED), _EVICTED, "failed", "disk", "Evicted"),
+        (_job(("Failed", "PodFailurePolicy")), _EVICTED, "failed", "disk", "Evicted"),
         (_job(_FAILED), None, "preempted", "lost", "BackoffLimitExceeded"),
         (_job(_FAILED, annotations=_NOTED), _pod("Failed"), "cancelled", "user", "BackoffLimitExceeded"),
         (_job(("Failed", "DeadlineExceeded")), None, "timed_out", "deadline", "DeadlineExceeded"),
@@ -315,6 +328,43 @@ def test_why_no_node_takes_it_is_told(rig: KubernetesRig, cluster: LoopbackKuber
     executor = rig.executor()
     handle = executor.launch(request_of(_STAY))
     wait_until(lambda: "Insufficient nvidia.com/gpu" in executor.poll(handle).message, "the reason is told")
+
+
+def test_a_pod_that_its_node_cannot_start_has_a_machine_and_says_why(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    cluster.unmounted = 'MountVolume.SetUp failed for volume "corpus" : claim is being used by another node'
+    executor = rig.executor()
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: "FailedMount: MountVolume.SetUp failed" in executor.poll(handle).message, "the reason is told")
+    status = executor.poll(handle)
+    assert (status.state, status.has_machine) == (ReplicaState.PENDING, True)
+    cluster.may_list_events = False  # a launcher with the rights of before
+    assert executor.poll(handle).message == "its container starts on node-0"
+    cluster.unmounted = ""
+    wait_until(lambda: executor.poll(handle).state is ReplicaState.RUNNING, "it runs")
+
+
+def test_a_warning_that_is_repeated_is_the_same_and_one_about_scheduling_is_over():
+    def event(reason: str, message: str, at: str) -> dict[str, Any]:
+        return {"reason": reason, "message": message, "lastTimestamp": at, "involvedObject": {"uid": "pod"}}
+
+    def told(sandbox: str) -> dict[str, str]:
+        words = f'Failed to create pod sandbox: plugin type="aws-cni" failed for sandbox "{sandbox * 64}"'
+        late = event("FailedScheduling", "0/3 nodes are available", "2026-11-28T10:02:00Z")
+        return warnings([late, event("FailedCreatePodSandBox", words, "2026-11-28T10:01:00Z")])
+
+    assert told("a") == told("b") and told("a")["pod"].startswith(
+        "FailedCreatePodSandBox: Failed to create pod sandbox"
+    )
+
+
+def test_a_container_that_the_cluster_adds_is_not_taken_for_the_replica(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
+    cluster.sidecar = "a-mesh"
+    executor = rig.executor(image="python@sha256:" + "0" * 64)
+    handle = executor.launch(request_of(_STAY))
+    wait_until(lambda: list(executor.logs(handle)) == ["here"], "its output is read")
+    assert executor.poll(handle).image == "docker.io/library/python@sha256:" + "0" * 64
 
 
 _NO_ROOM = 'pods "dl-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
@@ -408,6 +458,24 @@ def test_a_job_cancelled_in_its_queue_is_cancelled_for_everybody(rig: Kubernetes
     assert cluster.machines("contract-run") == 0
 
 
+def test_a_job_that_its_queue_suspended_again_leaves_the_queue_to_the_next_attempt(
+    rig: KubernetesRig, cluster: LoopbackKubernetes
+):
+    """As Kueue preempts: its pod is told to end. Were the Job let in again, its pod would only find itself replaced."""
+    executor = rig.executor(queue="gpus")
+    first, other = executor.launch(request_of(_STAY)), executor.launch(request_of(_STAY, replica_id=1))
+    cluster.unsuspend(first.native["job"])
+    wait_until(lambda: "here" in list(executor.logs(first)), "it has started")
+    cluster.unsuspend(first.native["job"], back=True)
+    second = executor.launch(request_of(_STAY, attempt=2))
+    left = [each.native["job"] for each in executor.find("contract-run")]
+    assert left == [second.native["job"], other.native["job"]]
+    cluster.unsuspend(second.native["job"])
+    wait_until(lambda: executor.poll(second).state is ReplicaState.RUNNING, "the second runs")
+    executor.launch(request_of(_STAY, attempt=3))
+    assert len(executor.find("contract-run")) == 3  # one that runs is not ended by a launch
+
+
 def test_a_job_cancelled_before_a_node_was_found_ends(rig: KubernetesRig, cluster: LoopbackKubernetes):
     cluster.holding = True
     handle = rig.executor().launch(request_of(_STAY))
@@ -454,6 +522,23 @@ def test_a_fleet_is_polled_with_one_listing_while_all_run_and_with_those_that_it
     executor.cancel(handles[2])
     ended_state(executor, handles[2])
     assert listed(ReplicaState.CANCELLED) == ["pods", "jobs", "pods"]  # the end of a Job and that of its pod
+
+
+def test_attempts_that_have_ended_are_not_listed_again(rig: KubernetesRig, cluster: LoopbackKubernetes):
+    executor = rig.executor()
+    for number in (1, 2):
+        ended_state(executor, executor.launch(request_of("pass", attempt=number)))
+    handles = [executor.launch(request_of(_STAY, replica_id=i, attempt=3 + i)) for i in range(2)]
+    wait_until(lambda: {each.state for each in executor.poll_many(handles)} == {ReplicaState.RUNNING}, "both run")
+    asked = parse_qs(urlparse(cluster.requests[-1][1]).query)["labelSelector"]
+    _, listed = cluster.list_all("default", "pods", *asked)
+    assert {each["metadata"]["labels"]["diloco-attempt"] for each in listed["items"]} == {"3", "4"}
+
+
+def test_a_large_fleet_is_chosen_by_what_fits_into_a_url():
+    handles = [ReplicaHandle("kubernetes", "run", replica_id, 1, "x") for replica_id in range(2000)]
+    assert selector(*handles) == "diloco-run=run,diloco-attempt=1"
+    assert selector(*handles[:2]) == "diloco-run=run,diloco-replica in (0,1),diloco-attempt=1"
 
 
 @pytest.mark.parametrize(

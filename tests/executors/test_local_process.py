@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -463,3 +464,17 @@ def test_a_users_module_shadows_nothing_of_ours(executor, tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path / "user"))
     handles = executor.launch_replicas(1, "my_module:answer", {})
     assert executor.collect(handles)[0].value == 42
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path):
+    """Such as on a full disk, where an attempt's end is tried again with every poll."""
+    folder, (soft, hard) = AttemptFolder(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.write_exit_code(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    folder.write_exit_code(1)
+    assert folder.ended_status().exit_code == 1

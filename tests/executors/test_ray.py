@@ -76,6 +76,21 @@ def test_values_of_secrets_in_a_runtime_environment_are_in_no_record():
     assert spec_of(executor) == {"name": "ray", "withheld": ["runtime_env"]}
 
 
+@pytest.mark.parametrize(
+    ("options", "reserved"),
+    [
+        ({}, {"entrypoint_num_cpus": 1}),
+        ({"gpu": 1}, {"entrypoint_num_gpus": 1}),
+        ({"memory": "1K"}, {"entrypoint_memory": 1024}),
+    ],
+)
+def test_a_job_always_asks_for_something_because_ray_runs_others_on_the_head_node(
+    options: dict[str, Any], reserved: dict[str, Any]
+):
+    job = RayExecutor(**options).plan(request_of(""))["job"]
+    assert {name: value for name, value in job.items() if name.startswith("entrypoint_")} == reserved
+
+
 def test_an_address_with_a_password_is_refused_without_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"https://me:{SECRET}@ray.example")
     for options in ({}, {"address": f"https://{SECRET}@ray.example:8265"}):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from executors import (
+    CollectTimeout,
     CommandLine,
     ExecutorDenied,
     ExecutorError,
@@ -43,13 +44,13 @@ class Clock:
 
 
 class Scripted(RemoteExecutor):
-    """Raises `error` when it is asked for statuses, if there is one."""
+    """Raises `error` when it is asked for statuses, if there is one; else all have `status`."""
 
     name = "scripted"
 
-    def __init__(self, error: ExecutorError | None = None) -> None:
+    def __init__(self, error: ExecutorError | None = None, status: ReplicaStatus = RUNNING) -> None:
         super().__init__(clock=Clock())
-        self.error = error
+        self.error, self.status = error, status
 
     def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
         return {}
@@ -60,7 +61,7 @@ class Scripted(RemoteExecutor):
     def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
         if self.error is not None:
             raise self.error
-        return [RUNNING for _ in handles]
+        return [self.status for _ in handles]
 
     def cancel(self, handle: ReplicaHandle) -> None:
         self._cancelled.add(handle.native_id)
@@ -70,6 +71,12 @@ class Scripted(RemoteExecutor):
 
     def find(self, run_id: str) -> list[ReplicaHandle]:
         return []
+
+
+def test_a_collect_that_takes_too_long_says_what_replicas_wait_for():
+    executor = Scripted(status=ReplicaStatus(ReplicaState.PENDING, message="0/3 nodes have a GPU"))
+    with pytest.raises(CollectTimeout, match=r"replicas \[0\] still run .* Replica 0 is pending: 0/3 nodes have a GPU"):
+        executor.collect([executor.launch(request_of(""))], timeout=900.0)
 
 
 def test_what_passes_by_itself_is_unknown_and_what_does_not_is_raised():

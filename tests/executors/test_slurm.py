@@ -1,5 +1,6 @@
 """What is sent to Slurm and what its answers mean. Tables and messages are those of a genuine Slurm 22.05."""
 
+import errno
 import json
 import os
 import stat
@@ -170,7 +171,10 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float):
 def test_options_of_the_environment_do_not_change_what_is_sent():
     environ = {"PATH": "/bin", "SBATCH_EXPORT": "ALL", "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}
     environ |= {"SCANCEL_INTERACTIVE": "1", "SCANCEL_STATE": "PENDING", "SCONTROL_ALL": "1", "SACCT_FEDERATION": "1"}
-    kept = {"PATH": "/bin", "SLURM_TIME_FORMAT": "standard"}
+    environ |= {"SLURM_CLUSTERS": "gpu"}
+    kept = {"PATH": "/bin", "SLURM_TIME_FORMAT": "standard", "SLURM_CLUSTERS": "gpu"}
+    # Of a launcher that runs in a job itself: sbatch gives them to its own jobs, whatever --export says.
+    environ |= {"SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "50", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
     assert submit_environment(environ, None) == {**kept, "SLURM_CONF": "/etc/slurm.conf"}
     assert submit_environment(environ, "/mine") == {**kept, "SLURM_CONF": "/mine"}
 
@@ -193,6 +197,27 @@ def test_nobody_else_can_exchange_the_folders_above_what_a_job_runs(tools: Path,
     (tmp_path / "shared").chmod(0o775)
     with pytest.raises(ExecutorError, match="writable for others"):
         slurm(tmp_path / "shared").launch(request_of("", secrets={"KEY": SECRET}))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_takes_launches(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+):
+    """Lustre without its option `flock`, NFS without its lock server. Of two jobs the one of the lower id is kept."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    both = "\n".join(f"{job_id:<20}{'PENDING':<20}{0:<12}{0:<12}{NAME:<80}None" for job_id in (8, 7))
+    tool(tools, "scontrol", "echo 'ClusterName             = tests'")
+    tool(tools, "squeue", f"if [ -e {tmp_path}/sent ]; then echo '{both}'; fi")
+    tool(tools, "sbatch", f"while read -r line; do :; done; echo sent >> {tmp_path}/sent; echo 8")
+    tool(tools, "scancel", f'echo "$@" >> {tmp_path}/cancelled')
+    executor = slurm(tmp_path / "attempts")
+    handle = executor.launch(request_of(""))
+    assert handle.native_id == "7" and executor.launch(request_of("")) == handle
+    assert ((tmp_path / "sent").read_text(), (tmp_path / "cancelled").read_text()) == ("sent\n", "8\n")
 
 
 def test_secrets_are_in_a_private_file_until_the_job_reads_or_slurm_refuses_it(tools: Path, tmp_path: Path):

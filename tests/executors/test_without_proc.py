@@ -39,17 +39,18 @@ from pathlib import Path
 from executors.processes import ProcessId, commands_by_environment, find_by_environment, launcher_of
 
 assert not Path("/proc/self/stat").exists()
-waits, marked = [sys.executable, "-c", "input()"], {**os.environ, "MARK": "=x y"}
+mark = f"MARK_{os.getpid()}"  # another run of this test may be under way
+waits, marked = [sys.executable, "-c", "input()"], {**os.environ, mark: "=x y"}
 child = subprocess.Popen(waits, stdin=subprocess.PIPE, env=marked, start_new_session=True)
 found = ProcessId.of(child.pid)
 assert found == ProcessId.of(child.pid) and found.is_alive() and found.boot_id == ""
-assert find_by_environment("MARK", "=x y") == child.pid and find_by_environment("MARK", "=x") is None
-assert list(commands_by_environment("MARK")) == [(child.pid, waits)] and launcher_of(child.pid) is None
+assert find_by_environment(mark, "=x y") == child.pid and find_by_environment(mark, "=x") is None
+assert list(commands_by_environment(mark)) == [(child.pid, waits)] and launcher_of(child.pid) is None
 grandchild = [sys.executable, "-c", "from executors.processes import *; print(launcher_of(int(input())))"]
 assert int(subprocess.run(grandchild, input=str(child.pid), capture_output=True, text=True).stdout) == os.getpid()
 assert not ProcessId(found.host, "", child.pid, found.start_ticks - 1).is_alive()
 child.kill(), os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-assert ProcessId.of(child.pid) == found and not found.is_alive() and find_by_environment("MARK", "=x y") is None
+assert ProcessId.of(child.pid) == found and not found.is_alive() and find_by_environment(mark, "=x y") is None
 child.wait()
 assert ProcessId.of(child.pid) is None
 """

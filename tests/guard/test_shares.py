@@ -1,5 +1,6 @@
 """Dealing the held-out set."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -44,3 +45,5 @@ def test_content_decides_the_hash():
 def test_an_item_without_content_is_refused():
     with pytest.raises(TypeError, match="held-out item of type object"):
         content_hash(object())
+    with pytest.raises(TypeError, match=r"array of objects.*item\.tolist"):
+        content_hash(np.array(["a", "bc"], dtype=object))

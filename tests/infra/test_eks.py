@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -145,8 +146,11 @@ def test_replicas_are_reached_by_nobody_and_reach_https_but_not_the_nodes_role()
     assert spec["podSelector"] == {} and spec["policyTypes"] == ["Ingress", "Egress"] and spec["ingress"] == []
     _, https, agent = spec["egress"]
     assert https["ports"] == [{"protocol": "TCP", "port": 443}]
-    assert https["to"][0]["ipBlock"]["except"] == ["169.254.0.0/16"]  # 169.254.169.254
-    assert agent["to"][0]["ipBlock"]["cidr"] == "169.254.170.23/32"
+    blocks = [each["ipBlock"] for each in https["to"]]
+    assert [each["cidr"] for each in blocks] == ["0.0.0.0/0", "::/0"]  # IPv6: a cluster of EKS has one of the two
+    for block, metadata in zip(blocks, ("169.254.169.254", "fd00:ec2::254"), strict=True):
+        assert any(ip_address(metadata) in ip_network(each) for each in block["except"])
+    assert [each["ipBlock"]["cidr"] for each in agent["to"]] == ["169.254.170.23/32", "fd00:ec2::23/128"]
 
 
 def test_only_pods_of_replicas_on_several_pods_reach_each_other():

@@ -1,17 +1,22 @@
-"""The policy of one replica: it writes below its own prefixes and what any replica may, and nothing of another's."""
+"""The policy of one replica: it writes below its own prefixes and what any replica may, and nothing of another's. And
+the bucket's, by which nobody overwrites what is written once.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
-from iam_server import Question, allows
+from iam_server import CREATES, Question, allows, denies
 
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.keys import PayloadKey
-from diloco_orchestrator.protocol.signed_objects import is_named
+from diloco_orchestrator.protocol.keys import Form, PayloadKey, SegmentKey
+from diloco_orchestrator.protocol.kinds import KINDS
+from diloco_orchestrator.protocol.signed_objects import is_named, is_overwritten
 
 HERE = "arn:aws:s3:::BUCKET/PREFIX"
-POLICY = (Path(__file__).parents[2] / "infra" / "iam" / "one-replica.json").read_text()
+IAM = Path(__file__).parents[2] / "infra" / "iam"
+POLICY = (IAM / "one-replica.json").read_text()
+CREATE_ONLY = json.loads((IAM / "create-only-bucket-policy.json").read_text())
 
 
 def may_put(key: str, replica_id: int = 1) -> bool:
@@ -73,3 +78,25 @@ def test_the_attacks_of_one_replica_in_docs_attacks_need_no_more(key: str):
 )
 def test_what_is_another_replicas_or_the_launchers_does_not(key: str):
     assert not may_put(key)
+
+
+# -- nobody overwrites ------------------------------------------------------------------------------------------------
+
+_WORDS = {"token": "0" * 16, "job": "dl-run-1-r1-a2", "offer": "0" * 32, "identity": "0" * 32, "take": "2"}
+
+
+def example(form: Form) -> str:
+    return form(*(_WORDS.get(name, 1) for name in form.names))
+
+
+RECORDS = [example(form) for kind in KINDS if kind.writers for form in kind.forms]  # without those of earlier versions
+SEGMENT, BULK = str(SegmentKey(1, 10, "commits")), [*AGAIN, keys.snapshot(7, "x"), keys.state(1, 7, 1)]
+
+
+@pytest.mark.parametrize("key", [*RECORDS, SEGMENT, *BULK, keys.code("a" * 64), keys.join_piece("dl-run-1-r1-a2", 0)])
+def test_what_is_written_once_can_only_be_created(key: str):
+    for name in [key, f"{key}/{SIGNED}"] if is_named(key) else [key]:
+        over, part = {CREATES: "true"}, {CREATES: "false"}  # a part of an upload, which has no conditions
+        assert denies(CREATE_ONLY, Question("s3:PutObject", f"{HERE}/{name}", over)) is not is_overwritten(key)
+        assert not denies(CREATE_ONLY, Question("s3:PutObject", f"{HERE}/{name}", {**over, "s3:if-none-match": "*"}))
+        assert not denies(CREATE_ONLY, Question("s3:PutObject", f"{HERE}/{name}", part))

@@ -1,6 +1,7 @@
 """What a run costs, what a round will cost, and the limits that halt it."""
 
 import pytest
+from guarded_legs import halted as legs_halted
 from protocol_fleet import Fleet
 from scripted import STAMP, CountingStore, Scene
 
@@ -9,10 +10,12 @@ from diloco_orchestrator.errors import StoreUnavailable
 from diloco_orchestrator.inspection.costs import AttemptCost, EndForecast, LegCost, end_forecast, forecast, leg_cost
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Claim, Heartbeat
+from diloco_orchestrator.protocol.attempt_records import Claim, Exit, Handle, Heartbeat, Intent
+from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.budgets import LegBudget, limit_reached, next_round_usd, patience_s
+from diloco_orchestrator.supervision.next_leg import BY_AUTO_RESUME, BY_ROTATION, begin_next_leg
 from executors.contract import LaunchRequest, ReplicaState
 from executors.prices import Price
 
@@ -185,6 +188,51 @@ def test_the_open_round_may_end_after_the_hours(times, seconds):
     assert patience_s(config(max_hours=2), times) == seconds
 
 
+def machines(fleet: Fleet, leg: int, began: float, ended: float | None = None) -> None:
+    """Two machines of two dollars an hour, of attempts of their own, from `began` to `ended`."""
+    attempt = leg + 1
+    for who in ({"replica_id": each, "attempt": attempt} for each in (0, 1)):
+        stamp, token = Stamp("machine", lambda: began)(), "0" * 16
+        intent = Intent(**stamp, **who, leg=leg, executor="told", why="told", claim_token=token)
+        claim = Claim(**stamp, **who, host="h", pid=1, versions={}, threads=1)
+        for key, record in (
+            (keys.intent(*who.values()), intent),
+            (keys.handle(*who.values()), Handle(**stamp, **who, handle={}, hourly_usd=2.0)),
+            (keys.claim(*who.values(), token), claim),
+        ):
+            fleet.store.create(key, record.to_bytes())
+        if ended is not None:
+            end = Exit(**Stamp("machine", lambda: ended)(), **who, code=0, reason="told", round=1)
+            fleet.store.create(keys.exit_record(*who.values()), end.to_bytes())
+
+
+@pytest.mark.parametrize("limits", [{"max_cost_usd": 6.0}, {"max_hours": 1.5}], ids=["dollars", "hours"])
+@pytest.mark.parametrize("by", [BY_AUTO_RESUME, BY_ROTATION, "its user"])
+def test_a_leg_that_begins_by_itself_has_the_limits_of_the_one_before(limits, by):
+    """Otherwise who makes a leg fail, or rewards that make the guard halt, multiply what the user allowed."""
+    fleet, _ = legs_halted([0.1, 0.5, 0.9], **limits)
+    machines(fleet, leg=1, began=0.0, ended=HOUR)
+    begin = begin_next_leg(
+        RunLog(fleet.store), rounds=None, from_round=None, by=by, why="told", stamp=Stamp("later", lambda: HOUR)
+    )
+    machines(fleet, leg=2, began=HOUR)
+    reader = RunReader(fleet.store)
+    budget = LegBudget(reader, begin, "test", STAMP, wall_time=HOUR)
+    assert budget.left_usd in (None, 6.0 if by == "its user" else 2.0)
+    budget.enforce(0.0, wall_time=1.4 * HOUR)
+    assert reader.log.halt(2) is None
+    budget.enforce(10.0, wall_time=1.6 * HOUR)
+    assert (reader.log.halt(2) is None) == (by == "its user")
+
+
+def test_a_new_coordinator_opens_no_machine_for_dollars_that_the_one_before_has_spent():
+    fleet, _ = legs_halted([0.1, 0.5, 0.9], max_cost_usd=6.0)
+    machines(fleet, leg=1, began=0.0, ended=HOUR)
+    reader = RunReader(fleet.store)
+    begin = reader.log.newest_begin().record
+    assert LegBudget(reader, begin, "test", STAMP, wall_time=2 * HOUR).left_usd == 2.0
+
+
 class AwayForOneHalt(CountingStore):
     """A store that is away for the first request to halt."""
 
@@ -202,7 +250,7 @@ def test_a_request_to_halt_that_the_store_refuses_is_made_again():
     Fleet(store=engine, replicas=2, rounds=2, max_hours=1.0)
     reader = RunReader(engine)
     begin = reader.log.newest_begin().record
-    budget = LegBudget(reader, begin, "test", STAMP)
+    budget = LegBudget(reader, begin, "test", STAMP, wall_time=begin.at)
     with pytest.raises(StoreUnavailable):
         budget.enforce(0.0, wall_time=begin.at + HOUR)
     assert reader.log.halt(1) is None
@@ -213,7 +261,7 @@ def test_a_request_to_halt_that_the_store_refuses_is_made_again():
 def test_costs_are_added_up_every_few_seconds():
     scene = Priced(max_hours=1000.0)
     reader = scene.coordinator().reader
-    budget, asked = LegBudget(reader, reader.log.newest_begin().record, "test", STAMP), []
+    budget, asked = LegBudget(reader, reader.log.newest_begin().record, "test", STAMP, wall_time=0.0), []
     for _ in range(11):
         calls = scene.engine.calls.total()
         budget.enforce(scene.clock.now(), wall_time=0.0)

@@ -1,6 +1,8 @@
 """The doctor's findings: GPUs, torch, clocks, and a launch that it refuses before anything is paid for."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,46 @@ from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.inspection import doctor
 from diloco_orchestrator.inspection.doctor import gpu_finding
 from diloco_orchestrator.launching.trial_replica import clock_finding, examine_over_there
-from executors import HFJobsExecutor
+from executors import (
+    HFJobsExecutor,
+    LaunchRequest,
+    RemoteExecutor,
+    ReplicaHandle,
+    ReplicaState,
+    ReplicaStatus,
+    attempt_labels,
+)
 
 H100 = "NVIDIA H100 80GB HBM3, 580.95.05, 81559 MiB"
+
+
+class Failing(RemoteExecutor):
+    """Every attempt has failed when it is asked for."""
+
+    name = "failing"
+
+    def plan(self, request: LaunchRequest) -> Mapping[str, Any]:
+        return {}
+
+    def launch(self, request: LaunchRequest) -> ReplicaHandle:
+        return self.handle_of(request.run_id, attempt_labels(request), "it")
+
+    def statuses(self, handles: Sequence[ReplicaHandle]) -> list[ReplicaStatus]:
+        return [ReplicaStatus(ReplicaState.FAILED, "image", native_state="InvalidImageName") for _ in handles]
+
+    def cancel(self, handle: ReplicaHandle) -> None: ...
+
+    def logs(self, handle: ReplicaHandle, *, follow: bool = False, tail: int | None = None) -> Iterator[str]:
+        yield from ()
+
+    def find(self, run_id: str) -> list[ReplicaHandle]:
+        return []
+
+
+def test_an_attempt_that_has_failed_is_not_waited_for():
+    clock = ManualClock()
+    found = doctor._is_cancelled(Failing(), "doctor-1", clock)
+    assert not found.ok and "failed (InvalidImageName)" in found.detail and clock.now() < 1.0
 
 
 def test_a_gpu_is_wanted_where_it_is_paid_for():

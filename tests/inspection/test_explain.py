@@ -9,7 +9,7 @@ from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.guard.robust import scale_of
 from diloco_orchestrator.inspection.explain import explain, statistic_lines, why_still
-from diloco_orchestrator.inspection.status import ReplicaRow, RunReader, RunStatus
+from diloco_orchestrator.inspection.status import DefaultModel, ReplicaRow, RunReader, RunStatus
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.record_format import Stamp
@@ -75,6 +75,14 @@ def test_a_completed_run_and_one_that_goes_on():
     assert kind == "completed" and "diloco pull" in text
     kind, text = told(played(2, rounds=9))
     assert kind == "going on" and "Nothing has to be done" in text
+
+
+def test_a_completed_run_names_its_best_model_where_that_is_another_than_the_one_that_pull_takes():
+    """Of rounds that were not applied there are no outer steps: round 9 is not outer step 9."""
+    newest = DefaultModel(9, 1.0, 9, 1.0, False, best_round=7, best_heldout=2.0)
+    completed = status(state="completed", round=10, outer_step=7, model=newest)
+    assert "`diloco pull s3://b/run DESTINATION --round 7`" in "\n".join(explain(completed, best=7).todo)
+    assert "--round 9" not in "\n".join(explain(completed, best=9).todo)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 
-from scripted import STAMP, Scene
+import pytest
+from long_history import LongRun
+from scripted import STAMP, Scene, ScriptedExecutor
 
-from diloco_orchestrator.clock import NoBackground
+from diloco_orchestrator.clock import ManualClock, NoBackground
 from diloco_orchestrator.inspection.logs import LogFollower, LogLine
+from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.attempt_records import Exit
+from diloco_orchestrator.protocol.attempt_records import Exit, Intent
 from diloco_orchestrator.protocol.records import Result
 from diloco_orchestrator.run_log.append import request_halt
 from executors.contract import ExecutorError, ReplicaHandle, ReplicaState, ReplicaStatus
@@ -67,3 +70,25 @@ def test_an_output_that_cannot_be_read_is_one_line_and_the_others_go_on():
     stage.stop()
     first, second = stage.follow()
     assert "cannot be read: the provider is away" in first.text and second == LogLine(1, 1, "c")
+
+
+def test_attempts_that_never_had_a_machine_are_looked_for_once():
+    """A provider without machines for a night leaves a thousand of them, at two requests each every two seconds."""
+
+    class AMinute(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            for attempt in range(2, 6):  # after the first, which had one
+                intent = Intent(**STAMP(), replica_id=0, attempt=attempt, leg=1, executor="scripted", why="no machine")
+                run.store.create(keys.intent(0, attempt), intent.to_bytes())
+            if self.now() > 60.0:
+                raise TimeoutError
+
+    run = LongRun(2)
+    executor = ScriptedExecutor()
+    executor.logs = lambda *_, **__: iter(())  # type: ignore[method-assign]
+    follower = LogFollower(RunReader(run.store), [0], AMinute(), NoBackground(), executor=executor)
+    with pytest.raises(TimeoutError):
+        list(follower.lines())
+    asked = [run.store.gets.count(keys.handle(0, attempt)) for attempt in (2, 3, 4, 5)]
+    assert asked[:3] == [1, 1, 1] and asked[3] > 10

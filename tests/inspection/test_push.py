@@ -15,7 +15,7 @@ from loopback_hub import LoopbackHub, Repository
 from protocol_fleet import Fleet, play, report
 
 from diloco_orchestrator.errors import RecordInvalid
-from diloco_orchestrator.inspection.model_card import README, CardFacts, card_files, curves, tag_of
+from diloco_orchestrator.inspection.model_card import README, CardFacts, base_of_a_machine, card_files, curves, tag_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.digests import bulk_digest
@@ -162,6 +162,22 @@ def test_a_card_names_the_library_the_base_and_the_rows(tmp_path: Path, run_url:
 
 FACTS = CardFacts("ada/tiny", "r", 2, 2, 30, [], 0.5, "b3:1", "2", "1")
 LLAMA = '{"architectures": ["LlamaForCausalLM"]}'
+
+
+@pytest.mark.parametrize(
+    ("base", "is_path"),
+    [
+        ("/home/ada/llama", True),
+        ("../llama", True),
+        ("C:\\models\\llama", True),
+        ("meta/llama", False),
+        ("gpt2", False),
+    ],
+)
+def test_an_adapter_whose_base_is_a_path_of_the_machine_that_trained_is_told_apart(base, is_path, tmp_path: Path):
+    assert base_of_a_machine(tmp_path) == ""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    assert base_of_a_machine(tmp_path) == (base if is_path else "")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from diloco_orchestrator.allreduce import spool
 from diloco_orchestrator.errors import ConfigError, StoreDenied, StoreError, StoreFull, StoreUnavailable
@@ -18,9 +19,12 @@ class Away(MemoryStore):
 
     part = ""
     error: type[StoreError] = StoreError
+    memory = False  # whether it is this machine's memory that such a key has no room in
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if self.part and self.part in key:
+            if self.memory:
+                torch.empty(2**50)
             raise self.error(f"cannot read {key}: it is away")
         return super().get(key, start, end)
 
@@ -40,13 +44,21 @@ def bucket(objects: dict[str, bytes]) -> Away:
     return store
 
 
-@pytest.mark.parametrize("error", [StoreUnavailable, StoreDenied, StoreFull])
+@pytest.mark.parametrize("error", [StoreUnavailable, StoreDenied, StoreFull, StoreError])
 @pytest.mark.parametrize("part", ["payload/1", "replicas/0/state", "model.safetensors", "outer.safetensors", "README"])
 def test_an_object_that_this_machine_cannot_read_is_no_disagreement(objects, part: str, error: type[StoreError]):
     store = bucket(objects)
     assert verify_run(store).agrees
     store.part, store.error = part, error
     with pytest.raises(error, match="it is away"):
+        verify_run(store)
+
+
+@pytest.mark.parametrize("part", ["payload/1", "model.safetensors"])
+def test_a_machine_without_memory_for_an_object_calls_no_run_false(objects, part: str):
+    store = bucket(objects)
+    store.part, store.memory = part, True
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
         verify_run(store)
 
 

@@ -87,7 +87,10 @@ def test_what_cannot_be_loaded_here_is_said_and_other_items_are_refused():
         check_loading(fleet.store, done, OwnCode(normalised, score, ITEMS[1:]))
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'flash_attn'"), MemoryError("4 GiB")])
+@pytest.mark.parametrize(
+    "error",
+    [ModuleNotFoundError("No module named 'flash_attn'"), MemoryError("4 GiB"), OSError("no connection to the Hub")],
+)
 def test_what_this_machine_lacks_for_a_model_is_no_disagreement(error: Exception):
     def build() -> torch.nn.Module:
         raise error
@@ -95,7 +98,17 @@ def test_what_this_machine_lacks_for_a_model_is_no_disagreement(error: Exception
     fleet, done = trained(), Verification("x")
     check_loading(fleet.store, done, OwnCode(build))
     assert done.disagreement is None and done.checked["snapshots loaded"] == 0
-    assert done.unchecked == [f"whether snapshot 0 loads: {type(error).__name__}: {error}"]
+    assert done.unchecked == [f"whether snapshot 0 loads: `build` raised {type(error).__name__}: {error}"]
+
+
+def test_a_model_for_which_this_machine_lacks_memory_is_no_disagreement():
+    class Large(torch.nn.Sequential):
+        def load_state_dict(self, *args, **kwargs):
+            torch.empty(2**50)
+
+    fleet, done = trained(), Verification("x")
+    check_loading(fleet.store, done, OwnCode(lambda: Large(*normalised())))
+    assert done.disagreement is None and "can't allocate memory" in done.unchecked[0]
 
 
 def test_the_command_loads_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,10 @@ from signed_s3 import Account, running_signed_s3
 from diloco_orchestrator import verify
 from diloco_orchestrator.errors import ConfigError, StoreDenied
 from diloco_orchestrator.inspection.witness import Witness, heads_seen, statements
-from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol import keys, pace
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.signatures import public_text
+from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.signing.identity import Identity
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
@@ -35,6 +36,24 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(kept: Path, tmp_path: Path) -> Path:
     """A run of several rounds that has ended."""
     return Path(shutil.copytree(kept, tmp_path / "run"))
+
+
+class Limited(MemoryStore):
+    """A store that limits requests, as Hugging Face's buckets do."""
+
+    requests_allowed = 1000
+
+
+def test_a_witness_looks_as_seldom_as_a_display_in_a_store_that_limits_requests(folder: Path):
+    paused = []
+    for store in (MemoryStore(), Limited()):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                store.put(str(path.relative_to(folder)), path.read_bytes())
+        watched = Witness(store, MemoryStore(), ME, STAMP)
+        watched.look()
+        paused.append(watched.apart_s)
+    assert paused[0] == 0.0 and paused[1] == pace.apart_s(RunLog(store).run.config, 1000) > 0
 
 
 def rounds_of(folder: Path) -> list[Path]:

@@ -171,6 +171,7 @@ def sample_keys() -> tuple[str, ...]:
             keys.reduced_shard(1, 1),
             keys.reduced_shard(1, 1, take=2),
             keys.commit(1),
+            keys.unfounded(1),
         ),
         *(str(keys.SegmentKey(1, 100, kind)) for kind in ("commits", "manifests")),
         *(

@@ -26,6 +26,7 @@ FOR_READERS = {  # by class and field: for whom it is, beside our code
     "ReuploadRequest.reason": "people who look for the store's fault",
     "Snapshot.by": _WHO,
     "Taken.by": _WHO,
+    "Unfounded.by": _WHO,
     "Taken.host": _WHO,
     "Taken.pid": _WHO,
 }

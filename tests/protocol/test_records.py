@@ -51,6 +51,7 @@ GOLDEN = {
     "join_end": "e66ea266fa93af23b3d960dc328fc80733eb7f55b73c14632aa0a36b75b2dc46",
     "snapshot": "db73bceabcc1c909e4f7e23bfdd73f0f6ab4f2c9d755d8b95f09d9197f2b7f2e",
     "probe": "a1cef11d73bf83a7e362bc885a28ac5f8be29776ecffb6c3c12cf371a07946f0",
+    "unfounded": "fe24a2b544566370f978c41be6c1ed2dc94c48d9e37e45413c255ebaea2b9cdf",
     "want": "f9ee1049ee33783419197ef25083142df50be7d8b7aea8a6dd784f3ff670a9fa",
     "retention": "6a8370582ab6582c223cd6da40a59822e7aeab103ecf88908362d34d5ec152e6",
     "rotation": "b80ab1b22679e436db0e63447c675dc61ced99920b988b3e56d1f7fbbcbbc1ad",

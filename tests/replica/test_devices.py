@@ -134,6 +134,14 @@ def test_a_model_compiled_before_attach_has_the_names_and_bits_of_the_plain_one(
     assert sorted(snapshot(run, 2)) == sorted(snapshot(parts, 2)) == names
 
 
+def test_a_model_in_data_parallel_has_the_names_and_bits_of_the_plain_one():
+    """Beside it a replica with one GPU, which wraps nothing, was refused."""
+    run = SmallRun()
+    torch.manual_seed(0)
+    train(run.context(), torch.nn.DataParallel(mlp()))
+    assert digests(run) == digests(plain_run())
+
+
 def test_a_model_whose_parts_are_recomputed_has_the_names_and_bits_of_the_plain_one():
     """torch's wrapper of activation checkpointing adds to the names of parameters what a `state_dict` leaves out."""
 
@@ -312,9 +320,9 @@ def unfreeze(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (to_bf16, "'0.weight' was float32 at ctx.attach and is bfloat16 now.*Call model.to"),
-        (replace_head, "'2.weight' was replaced after ctx.attach"),
-        (unfreeze, "'0.bias' is trained since after ctx.attach"),
+        (to_bf16, "'0.weight' was float32 when it was attached and is bfloat16 now.*Call model.to"),
+        (replace_head, "'2.weight' was replaced after the model was attached"),
+        (unfreeze, "'0.bias' is trained since after the model was attached"),
     ],
 )
 def test_a_model_changed_after_attach_is_refused_before_anything_is_published(change, words):

@@ -228,6 +228,28 @@ def test_a_model_with_nothing_to_train_is_refused():
         make_diloco_outer_loop(model, torch.optim.SGD(model.parameters(), lr=1.0), MockManager(), 1)
 
 
+def test_a_complex_parameter_is_refused():
+    model = torch.nn.Linear(4, 1, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match=r"'bias' is complex64.*its imaginary part would be lost"):
+        make_diloco_outer_loop(model, torch.optim.SGD(model.parameters(), lr=1.0), MockManager(), 1)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match="the optimizer holds no parameter of the model"):
+        make_diloco_outer_loop(mlp(), optimizer, MockManager(), 1)
+
+
+def test_a_parameter_that_is_replaced_in_the_loop_ends_it():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_diloco_outer_loop(model, optimizer, MockManager(), 2):
+        inner_step(model, optimizer, batch_of(0))
+        model[0].weight = torch.nn.Parameter(model[0].weight.detach().clone())
+        with pytest.raises(ConfigError, match=r"'0\.weight' was replaced after the model was attached"):
+            inner_step(model, optimizer, batch_of(1))
+
+
 def test_an_outer_optimizer_other_than_the_runs_is_refused(tmp_path: Path):
     model = mlp()
     manager = ObjectStoreManager.join(str(tmp_path), 0, 1, rounds=1, outer=OuterConfig(lr=0.5))

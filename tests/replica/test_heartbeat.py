@@ -1,6 +1,7 @@
 """Heartbeats: how often a replica writes them."""
 
-from itertools import pairwise
+from itertools import cycle, pairwise
+from typing import Any
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import make_config
@@ -25,3 +26,16 @@ def test_in_a_first_round_heartbeats_are_a_quarter_of_the_time_so_far_apart_and_
     assert written[:3] == [0.0, 1.0, 2.0]
     assert all(pause <= max(2.0, (early + pause) / 4 + 1) for early, pause in pauses.items())
     assert max(pauses.values()) == 72.0 == pauses[written[-2]]
+
+
+def test_a_heartbeat_is_written_though_a_step_without_a_loss_comes_in_between():
+    class Busy(Pulse):
+        """As the heartbeat's thread sees it beside a training loop that observes a loss in every second step."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return next(losses) if name == "loss" else super().__getattribute__(name)
+
+    losses = cycle([0.5, None])
+    store, config = MemoryStore(), make_config({"entrypoint": "m:f"})
+    HeartbeatWriter(store, 0, 1, Busy(), Stamp("a", lambda: 0.0), config).beat()
+    assert Heartbeat.from_bytes(store.get(keys.heartbeat(0, 1)), "").loss == 0.5

@@ -148,10 +148,13 @@ def test_a_replica_without_a_contribution_to_that_base_has_the_learning_rates_of
 # -- schedules of replicas that missed rounds -------------------------------------------------------------------------
 
 
-def rates_until(fleet: Fleet, replica_id: int, batches: int, make: Any, every: int = 1) -> list[tuple[int, float]]:
+def rates_until(
+    fleet: Fleet, replica_id: int, batches: int, make: Any, every: int = 1, bad: int | None = None, times: int = 1
+) -> list[tuple[int, float]]:
     """(`step_count`, learning rate) of each step of an attempt, which is killed after so many batches.
 
-    `make`: makes the schedule for an optimizer; it is stepped after `every` optimizer steps.
+    `make`: makes the schedule for an optimizer; it is stepped `times` times after `every` optimizer steps. `bad`: the
+    batch with a gradient that is not finite.
     """
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -162,9 +165,9 @@ def rates_until(fleet: Fleet, replica_id: int, batches: int, make: Any, every: i
                 raise Death
             rates.append((session.step_count, optimizer.param_groups[0]["lr"]))
             for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 0.01)
+                parameter.grad = torch.full_like(parameter, NAN if batch == bad else 0.01)
             optimizer.step()
-            if (batch + 1) % every == 0:
+            for _ in range(times if (batch + 1) % every == 0 else 0):
                 schedule.step()
     return rates
 
@@ -204,6 +207,41 @@ def test_a_schedule_that_does_not_count_inner_steps_is_left_alone():
     fleet = Fleet(replicas=2, rounds=8, sync_every=2, quorum=1, timing=BY_HAND)
     rates_until(fleet, 0, 6, SCHEDULES["closed"], every=2)
     assert rates_until(fleet, 1, 4, SCHEDULES["closed"], every=2) == [(6, 1.0), (7, 1.0), (8, 0.5), (9, 0.5)]
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("bad", [0, 2], ids=["the first round", "a later one"])
+def test_a_schedule_goes_back_with_a_round_that_was_not_applied(bad: int, make: Any):
+    """It was ahead of the run for good: a decay to zero ended before the run, and nobody could catch up by it."""
+    fleet = Fleet(replicas=1, rounds=4, sync_every=2, quorum=1)
+    rates = rates_until(fleet, 0, 100, make, bad=bad)
+    assert applied(fleet).count(False) == 2  # with the final evaluation
+    assert [step for step, _ in rates] == [*range(bad + 2), *range(bad, 8)]
+    assert rates == [(step, 0.5**step) for step, _ in rates]
+
+
+def test_a_schedule_that_ends_with_the_run_outlasts_a_round_that_was_not_applied():
+    """Stepped further, a OneCycleLR ends every attempt with an error, at the run's last steps."""
+    fleet = Fleet(replicas=1, rounds=3, sync_every=2, quorum=1)
+    rates_until(fleet, 0, 100, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=6), bad=2)
+    assert fleet.commits()[-1].stop == "completed"
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6, 7])
+def test_a_restarted_attempt_has_the_learning_rates_of_a_round_that_is_trained_again(steps: int):
+    """Killed before, within and after the repetition of round 2, whose steps are 2 and 3."""
+    fleet = Fleet(replicas=1, rounds=4, sync_every=2, quorum=1)
+    rates_until(fleet, 0, steps, SCHEDULES["recursive"], bad=2)
+    assert applied(fleet)[:2] == [True, False]
+    rates = rates_until(fleet, 0, 100, SCHEDULES["recursive"])
+    assert rates[0][0] == {4: 2, 5: 2, 6: 4, 7: 4}[steps]
+    assert rates == [(step, 0.5**step) for step in range(rates[0][0], 8)]
+
+
+def test_a_schedule_that_does_not_count_inner_steps_does_not_go_back():
+    fleet = Fleet(replicas=1, rounds=3, sync_every=2, quorum=1)
+    rates = rates_until(fleet, 0, 100, SCHEDULES["closed"], bad=2, times=2)
+    assert [rate for _, rate in rates] == [0.25**step for step in range(8)]
 
 
 @pytest.mark.parametrize(("author", "moves"), [(0, False), (1, True)])

@@ -1,6 +1,7 @@
 """The start of a replica's process: what is imported when, and in which order its first requests come."""
 
 import gc
+import io
 import json
 import os
 import subprocess
@@ -32,7 +33,14 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from replica.attempt.attempt import claim_attempt
-from replica.process.run_attempt import Ending, load_training_libraries, run_attempt, train, write_exit_record
+from replica.process.run_attempt import (
+    Ending,
+    OutputTail,
+    load_training_libraries,
+    run_attempt,
+    train,
+    write_exit_record,
+)
 
 STAMP = Stamp("founder", lambda: 0.0)
 
@@ -279,3 +287,27 @@ def test_who_is_asked_to_leave_while_the_store_is_away_was_preempted(tmp_path: P
         raise StoreUnavailable("no route to host.")
 
     assert train(claimed, lambda _: entrypoint).code == code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_what_a_full_disk_under_the_output_does_not_take_is_in_the_tail_and_ends_no_training(monkeypatch):
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with (output := OutputTail()):
+            print("step 1")
+            print("step 2", flush=True)
+        monkeypatch.undo()
+    assert output.text() == "step 1\nstep 2\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_an_attempt_keeps_its_exit_code_though_its_last_line_cannot_be_printed():
+    code = (
+        "from diloco_orchestrator.executors.process_contract import print_exit_line\n"
+        "from diloco_orchestrator.replica.__main__ import _leave\n"
+        "print_exit_line(75)\n"
+        "_leave(75)\n"
+    )
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (75, b"")

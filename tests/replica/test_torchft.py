@@ -298,6 +298,12 @@ def test_fragments_that_leave_out_a_parameter_are_refused(tmp_path):
         manager.attach(model, [model[0]])
 
 
+def test_a_complex_parameter_is_refused(tmp_path):
+    manager = ObjectStoreManager.join(str(tmp_path), 0, 1, rounds=1)
+    with pytest.raises(ConfigError, match=r"'bias' is complex64.*its imaginary part would be lost"):
+        manager.attach(torch.nn.Linear(4, 1, dtype=torch.complex64))
+
+
 def test_quantization_by_torchft_is_refused():
     manager = MockManager()
     manager.attach(network())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -19,9 +20,14 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.interop.loader_stream import Deal, LoaderStream
 from diloco_orchestrator.replica.interop.reward_taps import RewardTap, take, tap
-from diloco_orchestrator.replica.interop.trainer_settings import adapt_trainer, check_trainer, rollout_steps
+from diloco_orchestrator.replica.interop.trainer_settings import (
+    adapt_trainer,
+    batches_in_a_row,
+    check_trainer,
+    rollout_steps,
+)
 from diloco_orchestrator.replica.training import rng
-from diloco_orchestrator.replica.training.dealt_order import ORDER
+from diloco_orchestrator.replica.training.dealt_order import ORDER, digest_of
 
 
 class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -338,6 +344,30 @@ def test_loaders_whose_division_cannot_be_undone_are_refused():
     shard = divided.BatchSamplerShard(batches, num_processes=2, process_index=0, split_batches=True)
     with pytest.raises(ConfigError, match="Set split_batches=False"):
         LoaderStream(DataLoader(range(8), batch_sampler=shard), Deal.over([2], 0))  # type: ignore[arg-type]
+    balanced = pytest.importorskip("transformers.trainer_pt_utils").BatchRebalanceSampler([1] * 8, 4, 2, 1)
+    shard = divided.BatchSamplerShard(balanced, num_processes=1, process_index=0)
+    for batches in (balanced, shard):
+        with pytest.raises(ConfigError, match=r'batch_rebalance.*Set "group_by_length" or "random"'):
+            LoaderStream(DataLoader(range(8), batch_sampler=batches), Deal.over([2], 0))  # type: ignore[arg-type]
+
+
+def test_equal_batches_have_one_digest_also_where_numpy_holds_objects():
+    """As of `datasets` with the format "numpy", whose rows have different lengths: by addresses all orders differed."""
+    rows = [np.array([np.arange(1000, 1000 + n) for n in (2, last)], dtype=object) for last in (3, 3, 4)]
+    assert len({digest_of({"ids": row}) for row in rows[:2]}) == 1 and len({digest_of(row) for row in rows}) == 2
+
+
+def test_no_replica_gets_all_the_long_items_of_a_sampler_that_sorts_each_accumulation_window():
+    balanced = pytest.importorskip("transformers.trainer_pt_utils").BatchRebalanceSampler
+    lengths = [100, 1] * 8
+    in_a_row = batches_in_a_row(trainer_with(train_sampling_strategy="batch_rebalance", gradient_accumulation_steps=2))
+    for replica_id in range(2):
+        sampler = balanced(lengths, effective_batch_size=4, dp_size=1, grad_accum=2)
+        loader = DataLoader(range(16), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+        stream = LoaderStream(loader, Deal.over([1, 1], replica_id, block=in_a_row))
+        windows = [next(stream) + next(stream) for _ in range(2)]
+        assert [len(window) for window in windows] == [4, 4] and len({*windows[0], *windows[1]}) == 8
+    assert batches_in_a_row(trainer_with(gradient_accumulation_steps=2)) == 1
 
 
 def test_the_stream_ends_when_training_has_ended_and_an_empty_loader_is_refused():
@@ -462,6 +492,7 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"global_step": 5}, "global_step=5.*Make a new trainer"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
+        ({"lr_scheduler_type": "greedy"}, 'greedy.*Set another, such as "linear"'),
         ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
         ({"callback_handler": SimpleNamespace(callbacks=[EarlyStoppingCallback()])}, "EarlyStopping.*Take it out"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),

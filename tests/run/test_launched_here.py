@@ -19,7 +19,7 @@ from diloco_orchestrator.launching.run import attach
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Handle
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.run_log.launched_here import remember
+from diloco_orchestrator.run_log.launched_here import head_seen_here, note_head, remember
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.open_store import open_store
@@ -106,6 +106,22 @@ def test_a_launch_goes_on_where_nothing_can_be_remembered(store, tmp_path, monke
     monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
     remember(RunLog(store))
     assert "attach will need executor=" in caplog.text
+
+
+def test_a_home_that_was_full_for_a_moment_is_written_to_again(store, small_disk: Path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
+    log = RunLog(store)
+    remember(log)
+    with pytest.raises(OSError, match="No space left"), (small_disk / "others").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+    note_head(log, "1:ab")
+    assert "this launch is not remembered" in caplog.text
+    caplog.clear()
+    (small_disk / "others").unlink()
+    note_head(log, "2:cd")
+    assert head_seen_here(store) == "2:cd" and not caplog.text
+    assert len(list((small_disk / "diloco-orchestrator/runs").iterdir())) == 1
 
 
 def test_why_supervision_ended_is_in_the_users_state_folder_where_the_bucket_takes_no_record(state, small_disk: Path):

@@ -4,13 +4,14 @@ import pytest
 from forged_commits import STAMP, Fields, after_two_rounds, completed, forge, nobody, scores
 from protocol_fleet import Fleet, answer, play, report
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, ObjectMissing
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.inspection.whatif.replay import all_lines
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import By
-from diloco_orchestrator.protocol.records import Commit, Discounted, Result
+from diloco_orchestrator.protocol.records import Commit, Discounted, Result, Unfounded
 from diloco_orchestrator.protocol.verdict import VerdictKind
 from diloco_orchestrator.run_log.append import request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -54,6 +55,18 @@ def test_a_commit_that_contradicts_the_log_is_void_and_the_run_goes_on(forged):
     assert not EndOfLeg(RunLog(fleet.store), RunLog(fleet.store).newest_begin(), STAMP).reached()
     found = verify_run(fleet.store).disagreement
     assert found is not None and found.key.startswith("rounds/00000003/")
+
+
+def test_in_an_unsigned_run_nobody_makes_a_commit_void_by_a_coordinators_finding():
+    """Whoever may write there could write one about any commit, and remove what it names."""
+    fleet, _ = after_two_rounds()
+    sha256 = sha256_hex(fleet.store.get(keys.commit(2)))
+    found = Unfounded(**STAMP(), round=2, commit_sha256=sha256, by="coordinator on x", reason="forged")
+    fleet.store.create(keys.unfounded(2), found.to_bytes())
+    fleet.store.delete(keys.contribution(2, 0))
+    log = RunLog(fleet.store)
+    with pytest.raises(ObjectMissing, match=r"contributions/0\.json"):
+        list(log.after(log.leg_position(log.begin_of(1).record), derive_verdicts=True))
 
 
 @pytest.mark.parametrize("roster", [(0, 1, 5), (1, 0), (0,), (1, 1), ()])

@@ -16,15 +16,18 @@ from simulation_signed import KEY, SignedSimulation
 from virtual_time import VirtualClock
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.inspection.audit.findings import ranges_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
+from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
 from diloco_orchestrator.protocol.record_format import By, canonical_json, parse_json
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, to_text
 from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.protocol.weights import norms_after
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
@@ -68,8 +71,18 @@ class Attacked(SignedSimulation):
     def write(self, round_: int, body: bytes) -> None:
         """Create the commit under its first two names, with the keys that the insider's newest attempt has."""
         attempt = max((each[1] for each in self.replicas if each[0] == INSIDER), default=1)
+        self.create(keys.commit(round_), body.replace(b"attempt 1", b"attempt %d" % attempt), attempt)
+
+    def boast(self) -> None:
+        """Overwrite the heartbeat of replica 1 by one that says it is many rounds ahead."""
+        beat = {"replica_id": INSIDER, "attempt": 1, "counter": 99, "phase": "training", "round": 99, "inner_step": 0}
+        body, key = Heartbeat(write_id="w", at=0.0, **beat).to_bytes(), keys.heartbeat(INSIDER, 1)
+        secret = KEY.operator(self.run_sha256).of_attempt(self.run_sha256, INSIDER, 1).text()
+        SignedStore(self.bucket.stored, {ENV_ATTEMPT_KEY: secret}).put(key, body)
+
+    def create(self, key: str, body: bytes, attempt: int = 1) -> None:
+        """Create any record so."""
         signer = KEY.operator(self.run_sha256, self.epoch).of_attempt(self.run_sha256, INSIDER, attempt)
-        body, key = body.replace(b"attempt 1", b"attempt %d" % attempt), keys.commit(round_)
         signature = to_text(signer.key.sign(signed_bytes(self.run_sha256, key, body)))
         for take in (0, 1):
             name = stored_name(key, take, signer.names[-1].sign(named_bytes(self.run_sha256, key, take)))
@@ -169,8 +182,26 @@ def false_and_more(run: Attacked) -> Made:
             yield round_ + 1, canonical_json(fields)
 
 
+def absent(run: Attacked) -> Made:
+    """It averages replica 0 by a manifest that nobody has written, as soon as the round opens."""
+    if (made := following(run)) is None:
+        return
+    round_, fields = made
+    run.boast()
+    for each in fields["answers"]:
+        each["manifest_sha256"] = "0" * 64
+    norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+    fields |= {"outer_step": fields["outer_step"] + 1, "norms": norms.model_dump(mode="json")}
+    yield round_, canonical_json(fields)
+
+
+def absent_once(run: Attacked) -> Made:
+    return iter(()) if run._last > 1 else absent(run)
+
+
 ATTACKS = {
-    attack.__name__: attack for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_and_more)
+    attack.__name__: attack
+    for attack in (linked, unreadable, every_second, ahead, later_schema, false, false_and_more, absent, absent_once)
 }
 
 
@@ -193,6 +224,9 @@ def check(run: Attacked) -> list[Commit]:
         done = verify_run(store)
         assert done.disagreement is None
         assert sum("is void" in note for note in done.notes) == len(void)
+        log = RunLog(store)
+        for each in ranges_of(log.commits(), log.void_authors):  # what was trained in void rounds is nobody's fault
+            ContributionReader(store).exact(each.round, each.replica_id, each.manifest_sha256)
         assert RunReader(store).status().state == "completed"
     return commits
 
@@ -200,7 +234,7 @@ def check(run: Attacked) -> list[Commit]:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_insider_spends_a_few_rounds_once_and_stops_nobody(attack: str):
     run = played(Attacked(ATTACKS[attack]))
-    assert check(run)[-1].leg == (1 if attack == "later_schema" else 2)
+    assert check(run)[-1].leg == (1 if attack in ("later_schema", "absent_once") else 2)
     assert set(run.exit_codes.values()) == {0}, "nor does the insider's process, which is honest, try to commit"
 
 
@@ -225,6 +259,10 @@ def test_a_coordinator_that_dies_at_any_time_around_the_legs_end_leaves_it_to_th
     assert max(apart) > 15.0 > min(apart), "the next coordinator comes after 20 s"
 
 
+def once(run: Attacked) -> Made:
+    return iter(()) if run._last > 1 else false(run)
+
+
 class Framed(Attacked):
     """The insider may delete, too: it commits a false round, and removes what shows that once others have read it."""
 
@@ -238,14 +276,69 @@ class Framed(Attacked):
                     MemoryStore.delete(self.bucket.stored, info.key)
 
 
-def once(run: Attacked) -> Made:
-    return iter(()) if run._last > 1 else false(run)
+class Late(Attacked):
+    """Replica 1 is slow, and the insider commits an empty round by an abstention of it that is not there yet.
+
+    The insider brings that once a coordinator has found that it is missing.
+    """
+
+    brought = b""
+
+    def strike(self) -> None:
+        super().strike()
+        with suppress(ObjectMissing):
+            if self.view.get(keys.unfounded(2)):
+                self.create(keys.contribution(2, INSIDER), self.brought)
+
+    @staticmethod
+    def commit(run: Attacked) -> Made:
+        if run._last > 1 or (made := following(run)) is None:
+            return
+        assert isinstance(run, Late)
+        last = Contribution.from_bytes(run.view.get(keys.contribution(1, 0)), "manifest")
+        said = {"round": 2, "kind": "abstention", "payload": None, "state": None, "origins": (), "tokens": 0}
+        run.brought = last.model_copy(update={**said, "replica_id": INSIDER, "reason": "I had nothing"}).to_bytes()
+        answer = {**made[1]["answers"][0], "kind": "abstention", "averaged": False, "weight": 0, "norm": 0.0}
+        answer |= {"replica_id": INSIDER, "payload": "", "origins": [], "tokens": 0, "reason": "I had nothing"}
+        answer |= {"manifest_sha256": sha256_hex(run.brought)}
+        norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+        empty = {"applied": False, "answers": [answer], "empty_rounds": 1, "base_digest": None, "roster": [0, 1, 2]}
+        empty |= {"norms": norms and norms.model_dump(mode="json")}
+        yield made[0], canonical_json({**made[1], **empty, "figures": None})
+
+
+def test_what_a_commit_names_is_brought_too_late_once_a_coordinator_has_judged_it():
+    run = played(Late(Late.commit, dataclasses.replace(PLAN, paces=(1.0, 30.0, 1.3))))
+    assert "names what is not there" in check(run)[1].reason
+    assert run.brought and run.view.get(keys.contribution(2, INSIDER)) != run.brought
+
+
+class Stopped(Attacked):
+    """The insider commits one void round, and a limit of dollars stops the run before anybody has followed it."""
+
+    def _supervise(self, clock: VirtualClock) -> None:
+        coordinator = Coordinator(RunReader(self.network(clock)), Means(self.executor(clock), clock, self.stamp(clock)))
+        while not coordinator.step():
+            newest = self.newest
+            if newest is not None and newest[0]["round"] == 2 and newest[0]["by"] == str(By((INSIDER, 1))):
+                coordinator.stop("halted", "the dollars are spent")
+            clock.sleep(0.05)
+
+
+@pytest.mark.parametrize("attack", ["once", "absent_once"])
+def test_a_stop_of_the_coordinator_after_a_void_commit_is_of_the_log(attack: str):
+    run = played(Stopped({"once": once, "absent_once": absent_once}[attack]))
+    commits = list(RunLog(SignedStore(run.bucket.stored, {})).commits())
+    assert commits[-2].reason.startswith("void") and commits[-2].by.who == (INSIDER, 1)
+    assert (commits[-1].stop, commits[-1].by_coordinator) == ("halted", True)
+    for environ in (ENVIRON, {}):
+        assert verify_run(SignedStore(run.bucket.stored, environ)).disagreement is None
+        assert RunReader(SignedStore(run.bucket.stored, environ)).status().state == "halted"
 
 
 def test_nobody_is_kept_from_committing_for_having_read_what_was_removed_since():
     run = Framed(once)
-    with suppress(ObjectMissing):  # the coordinator cannot write the last snapshot
-        run.play()
+    run.play()
     log = RunLog(SignedStore(run.bucket.stored, ENVIRON))
     void = {each.by.who[0] for each in log.commits() if each.reason.startswith("void")}
     assert void - {INSIDER}, "who reads the log now takes the false round as it is written, and those after it as void"

@@ -1,7 +1,9 @@
 """Keys of a signed run are replaced after one has leaked, and another user supervises it with a key of their own."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from record_examples import EXAMPLES
@@ -22,7 +24,7 @@ from diloco_orchestrator.protocol.void_commits import no_commit
 from diloco_orchestrator.run_log.append import create_run, request_halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import keep_key, may_commit, of_run, rotations_of
-from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity
+from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY, identity, keep, run_key_of
 from diloco_orchestrator.signing.keys import Signer, public_key_of
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.base import Store
@@ -215,6 +217,36 @@ def colleague(tmp_path: Path) -> dict[str, str]:
     environ = {"XDG_STATE_HOME": str(tmp_path / "colleague")}
     assert identity(environ, make=True) == identity(environ, make=False)
     return environ
+
+
+def test_machines_with_one_home_that_join_at_once_have_one_identity(tmp_path: Path):
+    """Sixteen jobs of a Slurm array: one that found the file before its text was in it ended, and said to delete it."""
+    for number in range(30):
+        environ, ready = {"XDG_STATE_HOME": str(tmp_path / str(number))}, Barrier(16)
+
+        def made(_: int, environ: dict[str, str] = environ, ready: Barrier = ready) -> str:
+            ready.wait()
+            found = identity(environ, make=True)
+            assert found is not None
+            return found.public.text()
+
+        with ThreadPoolExecutor(16) as jobs:
+            assert len(set(jobs.map(made, range(16)))) == 1
+        assert [path.name for path in (tmp_path / str(number)).rglob("*") if path.is_file()] == ["identity"]
+
+
+def test_a_key_that_does_not_fit_on_the_disk_leaves_no_file_behind(small_disk: Path):
+    environ = {"XDG_STATE_HOME": str(small_disk)}
+    keep(OTHER_KEY, environ)
+    with pytest.raises(OSError, match="No space left"), (small_disk / "others").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+    with pytest.raises(ConfigError, match="cannot be kept"):
+        keep(KEY, environ)
+    (small_disk / "others").unlink()
+    assert run_key_of(KEY.signed_by, environ) is None
+    keep(KEY, environ)
+    assert run_key_of(KEY.signed_by, environ) == KEY
 
 
 def log_of(store: Store, environ: dict[str, str]) -> RunLog:

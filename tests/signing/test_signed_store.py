@@ -223,6 +223,35 @@ def test_many_names_of_a_record_that_an_insider_has_taken_cost_requests_and_noth
     assert [view.get(WHERE) for view in fleet.views()] == 3 * [MANIFEST.to_bytes()]
 
 
+class Rotten(MemoryStore):
+    """A store whose next `bad` reads of an object have a wrong bit, as by a network card or a proxy's memory."""
+
+    def __init__(self, store: MemoryStore, name: str, bad: int = 1) -> None:
+        super().__init__(store.url)
+        for info in store.list(""):
+            self.put(info.key, store.get(info.key))
+        self.name, self.bad = name, bad
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        data = bytearray(super().get(key, start, end))
+        if key == self.name and self.bad:
+            self.bad -= 1
+            data[len(data) // 3] ^= 1
+        return bytes(data)
+
+
+@pytest.mark.parametrize("environ", [{ENV_RUN_KEY: KEY.text()}, {}], ids=["with a key", "without one"])
+def test_a_record_that_was_read_once_with_an_error_is_neither_missing_nor_written_again(environ):
+    """Who took it for missing wrote a second one under its next name, and was the only one to follow that."""
+    fleet = Fleet()
+    assert fleet.replica(1).create(WHERE, MANIFEST.to_bytes())
+    view = SignedStore(Rotten(fleet.stored, fleet.name(WHERE)), environ)
+    assert view.get(WHERE) == MANIFEST.to_bytes() and not view.debris()
+    replica = SignedStore(Rotten(fleet.stored, fleet.name(WHERE)), {ENV_ATTEMPT_KEY: fleet.secret(1)})
+    assert not replica.create(WHERE, MANIFEST.model_copy(update={"write_id": "later"}).to_bytes())
+    assert replica.get(WHERE) == MANIFEST.to_bytes()
+
+
 def test_averages_that_nobody_signed_are_none_though_they_are_listed():
     fleet, where = Fleet(), keys.reduced(7, 1)
     fleet.stored.create(fleet.name(where), b"junk")

@@ -15,6 +15,7 @@ from simulation_plan import NextLeg, Plan, calm, scaled_plan_of
 
 from diloco_orchestrator.protocol.deal import Dealt, OpenDeal
 from diloco_orchestrator.protocol.legs import leg_of_base
+from diloco_orchestrator.protocol.process import EXIT_SUPERSEDED
 from diloco_orchestrator.protocol.records import Answer, Begin, Commit, Origin
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -81,6 +82,8 @@ def read_in(simulation: DealtSimulation) -> list[int]:
         if commit.applied and leg_of_base(begins, commit.round) is not None:
             for answer in commit.answers:
                 for origin in answer.origins if answer.averaged else ():
+                    if not origin.steps:  # what a fragment trained in rounds of others
+                        continue
                     (steps, *others) = simulation.took[answer.replica_id, origin.round].values()
                     for other in others:  # attempts of a replica are dealt the same in a round
                         assert all(other[step] == steps[step] for step in other.keys() & steps.keys())
@@ -135,6 +138,15 @@ def test_a_resumed_run_goes_on_in_the_data_where_it_stood():
     assert sorted(found) == list(range(2 * 4 * 3 + 3 * 4 * 3))
 
 
+def test_an_attempt_goes_on_in_its_data_behind_an_earlier_one_that_lives_and_contributed_more_to_its_round():
+    """The coordinator took that one for dead. What it counted are no steps of the later one on its last batch."""
+    settings = {"quorum": None, "sync_every": 10}
+    simulation = played(calm(rounds=6, paces=(1.0, 1.0, 1.3), settings=settings, lies=((6.0, 1),)))
+    assert simulation.exit_codes[1, 1] == EXIT_SUPERSEDED and simulation.exit_codes[1, 2] == 0
+    found = read_in(simulation)
+    assert len(found) == len(set(found))
+
+
 def test_an_audit_trains_a_round_on_the_batches_that_the_log_dealt(tmp_path):
     simulation = played(
         calm(
@@ -187,8 +199,8 @@ def numbers(dealt: Dealt) -> list[int]:
     return [dealt.number(step) for step in range(10)]
 
 
-def a_log(replicas: int = 2, size: int = 1000) -> Log:
-    deal = OpenDeal(size, 10, 4)
+def a_log(replicas: int = 2, size: int = 1000, fragments: int = 1) -> Log:
+    deal = OpenDeal(size, 10, 4, fragments)
     deal.begin(Begin.model_construct(leg=1, after_round=0, from_round=0), replicas)
     return Log(deal)
 
@@ -225,6 +237,17 @@ def test_late_work_is_waited_for_and_counts():
     log.commit({0: {1: 10}}, roster=[0])
     log.commit({0: {2: 10}, 1: {1: 6, 2: 5}}, roster=[0, 1])
     assert not {*log.dealt(0), *log.dealt(1)} & {*span(10, 16)} and log.dealt(0)[:4] == [16, 17, 18, 19]
+
+
+def test_late_work_of_a_model_in_many_fragments_is_waited_for_until_its_fragment_moves_again():
+    log = a_log(fragments=6)
+    for round_ in range(1, 7):
+        log.commit({0: {round_: 10}}, roster=[0])
+        assert not {*log.dealt(0)} & {*span(10, 20)}
+    log.commit({0: {7: 10}, 1: {1: 10, 7: 3}}, roster=[0, 1])
+    for round_ in range(8, 16):
+        assert not {*log.dealt(0), *log.dealt(1)} & {*span(10, 20)}
+        log.commit({0: {round_: 10}, 1: {round_: 10}}, roster=[0, 1])
 
 
 def test_batches_of_an_abstention_are_not_dealt_again():

@@ -1,10 +1,11 @@
-"""Which folders lie on a disk of this machine."""
+"""The folders that lie on a disk of this machine, and reading of large files."""
 
 from pathlib import Path
 
 import pytest
 
 from diloco_orchestrator.store.local_files import is_on_local_disk
+from diloco_orchestrator.store.open_store import open_store
 
 MOUNTS = """\
 overlay / overlay rw,relatime 0 0
@@ -35,3 +36,12 @@ def test_a_link_is_followed(tmp_path: Path):
 
 def test_a_system_without_the_table_counts_as_unknown(tmp_path: Path):
     assert not is_on_local_disk(tmp_path, tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_an_object_of_more_than_2_gib_is_read_whole(tmp_path: Path):
+    """One read of the system returns 2 GiB less a page at the most; a large model's embedding is one object."""
+    store, size = open_store(str(tmp_path)), 2**31 + 5
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(size)
+    assert len(store.get("large")) == size

@@ -17,7 +17,7 @@ import boto3
 import pytest
 from s3_server import S3Server
 
-from diloco_orchestrator.errors import ObjectMissing, StoreDenied, StoreError, StoreUnavailable
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreUnavailable
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.store.presigned import PresignedStore, Requests
 from diloco_orchestrator.store.retrying import RetryPolicy
@@ -297,6 +297,16 @@ def test_requests_that_somebody_has_signed_go_over_tls(certificate, monkeypatch,
             PresignedStore("s3://bucket/x", tmp_path / "requests").create("key", b"body")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert PresignedStore("s3://bucket/x", tmp_path / "requests").create("key", b"body") is True
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket/x", "az://container/x"])
+def test_a_file_of_certificates_that_is_not_there_is_named_before_anything_is_sent(url, monkeypatch, tmp_path):
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.pem"))
+    options = {"key": "k", "secret": "s"} if url.startswith("s3") else {}
+    with pytest.raises(ConfigError, match=r"SSL_CERT_FILE names .*gone\.pem, which is no file"):
+        open_store(url, options)
+    if options:  # nothing is trusted over http
+        open_store(url, {**options, "endpoint_url": "http://127.0.0.1:1"})
 
 
 def test_who_cannot_reach_a_server_reads_why(certificate):

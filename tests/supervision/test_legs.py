@@ -37,6 +37,25 @@ def best(fleet: Fleet) -> int:
     return scores.best(bases(commits, begins))
 
 
+class Unsearched(list[int]):
+    """Rounds in which nobody may look for one: of 20,000 that took a second, at every status of a run."""
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("the rounds are searched for each base")
+
+
+def test_the_best_base_of_a_long_run_is_found_in_one_pass():
+    fleet = Fleet(replicas=1, rounds=3, scored=True)
+    (participant,) = fleet.join_all()
+    for score in (0.5, 0.7, 0.6):
+        play([participant], [1.0], [report(share=0, score=score)])
+    begins, scores = RunLog(fleet.store).begins(), BaseScores()
+    for commit in fleet.commits():
+        scores.add(commit, begins[0])
+    assert scores.best(Unsearched([0, 1, 2])) == 1
+    assert scores.best(Unsearched([0, 2])) == 2
+
+
 def test_the_best_base_is_the_one_that_the_next_round_scored_best():
     fleet, _ = fleet_of([0.1, 0.5, 0.9, 0.3])  # the third round scores the base after the second
     assert best(fleet) == 2
@@ -263,11 +282,15 @@ def test_a_leg_whose_replicas_died_at_its_end_gets_its_result_and_its_snapshot_f
     assert RunLog(fleet.store).snapshots() == [0, 3]
 
 
-def test_a_leg_ends_and_is_resumed_though_the_store_lost_a_payload_that_its_last_base_needs(caplog):
+@pytest.mark.parametrize(
+    ("lost", "is_gone", "left"),  # the manifest confirms snapshot 2, too
+    [(keys.payload(3, 0, 1, 0), "is gone", 2), (keys.contribution(3, 0), "does not exist", 0)],
+    ids=["payload", "manifest"],
+)
+def test_a_leg_ends_and_is_resumed_though_the_store_lost_what_its_last_base_needs(caplog, lost, is_gone, left):
     fleet, _ = halted([0.1, 0.5, 0.9], snapshot_every=100)
     run_log = RunLog(fleet.store)
     write_rebuilt_snapshot(run_log, 2, STAMP)
-    lost = keys.payload(3, 0, 1, 0)
     fleet.store.delete(lost)
     ending(fleet).finalize()
     result = run_log.result(1)
@@ -275,8 +298,8 @@ def test_a_leg_ends_and_is_resumed_though_the_store_lost_a_payload_that_its_last
     words = [
         message for message in caplog.messages if "ends without a snapshot of its last base, of round 3" in message
     ]
-    assert len(words) == 1 and lost in words[0] and "--from-round 2" in caplog.text
-    with pytest.raises(ConfigError, match=rf"{lost} .*is gone.*--from-round 2"):
+    assert len(words) == 1 and lost in words[0] and f"--from-round {left}" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{lost} .*{is_gone}.*--from-round {left}"):
         resume(fleet)
-    resume(fleet, from_round=2)
-    assert run_log.begins()[-1].from_round == 2
+    resume(fleet, from_round=left)
+    assert run_log.begins()[-1].from_round == left

@@ -8,18 +8,20 @@ from protocol_fleet import Fleet, answer, play, report
 
 from diloco_orchestrator.clock import ManualClock
 from diloco_orchestrator.config import RetentionConfig
-from diloco_orchestrator.errors import ConfigError, PayloadCorrupt
+from diloco_orchestrator.errors import ConfigError, PayloadCorrupt, StoreFull
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Halt, Metric
+from diloco_orchestrator.protocol.records import Halt, Metric, Retention
 from diloco_orchestrator.replica.training.tensor_tree import state_file
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import rebuild_files
+from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.store.open_store import open_store
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
 from diloco_orchestrator.supervision.retention import RetentionPlan, RetentionSweeper, plan
+from diloco_orchestrator.supervision.retention import collect as collect_for_a_user
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -254,3 +256,38 @@ def test_after_a_collapse_the_best_base_that_can_still_be_had_is_taken():
             fleet.store.delete(info.key)
     begin = begin_next_leg(reader.log, rounds=2, from_round=None, by="test", why="", stamp=STAMP)
     assert begin.from_round in reader.snapshots() and begin.from_round != 5
+
+
+class Quota(MemoryStore):
+    """Takes no further object once `is_full`, until one is deleted."""
+
+    is_full = False
+
+    def create(self, key: str, data: bytes) -> bool:
+        if self.is_full:
+            raise StoreFull("cannot create it: the quota is used up")
+        return super().create(key, data)
+
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        self.is_full = False
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_who_deletes_payloads_of_a_run_that_keeps_all_is_recorded_also_where_no_object_fits(full):
+    store = Quota()
+    fleet, _ = fleet_of(store=store, retention={})
+    made = planned(fleet, NEEDED)
+    store.is_full = full
+    collect_for_a_user(RunLog(store), NEEDED, made, "somebody", STAMP)
+    assert made.objects and not {info.key for info in made.objects} & {info.key for info in store.list("")}
+    assert Retention.from_bytes(store.get(keys.RETENTION), keys.RETENTION).by == "somebody"
+    assert verify_run(store).agrees
+
+
+def test_a_store_that_is_full_and_has_nothing_to_delete_says_so():
+    store = Quota()
+    fleet, _ = fleet_of(rounds=2, store=store, retention={})
+    store.is_full = True
+    with pytest.raises(StoreFull):
+        collect_for_a_user(RunLog(store), NEEDED, planned(fleet, NEEDED), "somebody", STAMP)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from long_history import LongRun
 from protocol_fleet import BY_HAND, Fleet, answer, play, report, saved
 
 from diloco_orchestrator.clock import ManualClock
@@ -12,7 +13,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Halt
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
-from diloco_orchestrator.supervision.retention import plan
+from diloco_orchestrator.supervision.retention import RetentionSweeper, plan
 from replica.rounds.participant import Participant
 
 STAMP = Stamp("test", lambda: 0.0)
@@ -58,6 +59,39 @@ def test_a_replica_that_is_away_finds_its_newest_state_when_it_comes_back():
     assert {keys.state(2, 1, 1), keys.state(0, 3, 1)} <= gone
     assert keys.state(2, 3, 1) not in gone
     assert fleet.store.get(keys.state(2, 3, 1)) == b"state of round 3"
+
+
+def test_a_replica_that_is_away_finds_its_newest_state_after_many_sweeps_too():
+    clock = ManualClock()
+    fleet = Fleet(replicas=3, rounds=50, quorum=2, snapshot_every=2, timing=BY_HAND, retention={"payloads": "needed"})
+    zero, one, two = (fleet.join(i, clock=clock) for i in range(3))
+    sweeper = RetentionSweeper(RunLog(fleet.store))
+    for round_ in range(1, 20):
+        clock.advance(2.0)
+        taking = [zero, one, two] if round_ <= 3 else [zero, one]
+        for participant in taking:
+            answer(participant, 1.0, replace(report(), state=saved(f"state of round {round_}".encode())))
+        for participant in taking:
+            participant.close()
+            participant.write_snapshot_if_due()
+        sweeper.step()
+        sweeper.step()
+    states = {each: [info.key for info in fleet.store.list(keys.states(each))] for each in (0, 2)}
+    assert keys.state(2, 3, 1) in states[2] and keys.state(2, 1, 1) not in states[2]
+    assert keys.state(0, 13, 1) not in states[0]
+
+
+@pytest.mark.parametrize("rounds", [100, 2000])
+def test_a_sweep_lists_the_newest_rounds_alone_however_long_a_replica_has_been_away(rounds):
+    run = LongRun(rounds, idle=1)
+    run.write_segments()
+    sweeper = RetentionSweeper(RunLog(run.store))
+    sweeper.step()
+    run.add(10)
+    run.write_snapshot(rounds + 10)
+    run.store.forget()
+    sweeper.step()
+    assert 0 < run.store.lists <= 15
 
 
 def test_a_replica_that_is_away_when_a_leg_ends_finds_its_newest_state_in_the_next():

@@ -24,13 +24,23 @@ RULES = {
     "result": "a result that the last commit contradicts makes a reader check every verdict",
     "failed": "who begins a leg after one that failed has checked every verdict",
     "stop": "after a leg's stop no commit is of the log until another leg begins",
+    "judge": "a coordinator writes down which commits name what is not there, while a replica waits for that",
+    "abstain": "before, it takes the names of what is missing, so that nobody can bring that later",
+    "judged end": "it judges the newest commits before it believes that a replica has stopped the leg",
+    "judged stop": "and before it commits a stop itself, after which it judges none",
+    "newest": "before the coordinator commits a stop it checks the verdicts of as many commits as may be void in a row",
 }
 REPLICAS, STEPS, IN_A_ROW, MOST = 3, 4, 3, 400
 INSIDER = 2
+COORDINATOR = -2
 
 
 class Broken(Exception):
     """A schedule broke a promise: the words say which."""
+
+
+class Waits(Exception):
+    """A reader that checks verdicts cannot check a commit, because what it names is not there."""
 
 
 class Changed(Exception):
@@ -48,6 +58,7 @@ class Commit:
     stop: str = ""
     false: bool = False  # says other than the manifests that it names, so that who reads those finds it void
     later: bool = False  # is of a later schema
+    absent: bool = False  # names what is not there, and is right if its author brings it later
 
 
 @dataclass(frozen=True)
@@ -71,8 +82,12 @@ class World:
     stored: dict[int, list[Commit]] = field(default_factory=dict)  # by round: of its names in turn
     begins: list[tuple[int, int, int, frozenset[int]]] = field(default_factory=list)  # round and digest, step, barred
     results: dict[int, tuple[str, int]] = field(default_factory=dict)  # by leg, of replicas that ended with it
+    brought: set[int] = field(default_factory=set)  # numbers of absent commits, so below; what they name is there now
+    taken: set[int] = field(default_factory=set)  # nobody can bring what they name
+    unfounded: set[int] = field(default_factory=set)  # as a coordinator wrote down
     planned: tuple[int, int, int, frozenset[int]] | None = None  # a leg whose begin is about to be written
     number: int = 0
+    waits: bool = False  # whether the reader of this moment is a replica, which acts on verdicts
 
     def has(self, rule: str) -> bool:
         return rule != self.without
@@ -86,12 +101,18 @@ class World:
     def takes(self, round_: int) -> list[Commit]:
         return [each for each in self.stored.get(round_, []) if self.exists(each)]
 
-    def log(self, derives: bool) -> list[Read]:
-        """The log as a reader takes it that reads manifests, or as one that does so only once it is contradicted."""
+    def log(self, derives: bool, waits: bool = False) -> list[Read]:
+        """The log as a reader takes it that reads manifests, or as one that does so only once it is contradicted.
+
+        `waits`: raise `Waits` for one that cannot be checked, which others take as it is written.
+        """
+        self.waits = waits
         try:
             return self._log(derives)
         except RuntimeError:
             return self._log(derives=True)
+        finally:
+            self.waits = False
 
     def _log(self, derives: bool) -> list[Read]:
         found: list[Read] = []
@@ -131,13 +152,19 @@ class World:
         unlinked = commit.previous != before.commit.number
         if unlinked and before.void and not self.has("unnamed"):
             raise Changed("it does not name the void commit before it")
-        wrong = unlinked or bool(stop) or commit.leg != leg or commit.step != min(step + 1, STEPS)
-        wrong |= (commit.stop == "completed") != (step == STEPS)
+        wrong = unlinked or bool(stop) or commit.leg != leg
+        if commit.by == COORDINATOR:
+            wrong |= commit.step != step
+        else:
+            wrong |= commit.step != min(step + 1, STEPS) or (commit.stop == "completed") != (step == STEPS)
         if wrong and not unlinked and not derives and self.instead != "pass over":
             raise RuntimeError("all verdicts are to be checked")
         if wrong and not unlinked and before.unlinked and evidence:
             raise Changed("its author took an unlinked commit as it is written")
-        if wrong or (derives and commit.false):
+        is_absent = derives and not wrong and commit.absent and commit.number not in self.brought
+        if is_absent and self.waits and commit.number not in self.unfounded:
+            raise Waits(commit.round)
+        if wrong or (derives and commit.false) or (is_absent and commit.number in self.unfounded):
             return Read(commit, True, unlinked, step, empty + 1, stop or ("failed" if empty + 1 >= IN_A_ROW else ""))
         empty = 0 if commit.step > step or commit.stop == "completed" else empty + 1
         return Read(commit, False, False, commit.step, empty, commit.stop or ("failed" if empty >= IN_A_ROW else ""))
@@ -166,7 +193,10 @@ class World:
         return commit.round == at and self._read(commit, found, self.leg_of(found), derives=True).void
 
     def honest(self, by: int, halt: bool) -> None:
-        found = self.log(derives=True)
+        try:
+            found = self.log(derives=True, waits=True)
+        except Waits:
+            return
         leg = self.leg_of(found)
         if found and self.begins[leg - 1][0] != len(found) and found[-1].stop:
             self.results.setdefault(leg, (found[-1].stop, found[-1].commit.number))
@@ -183,7 +213,7 @@ class World:
         """Something that the insider can write: it reads everything, and its own commits can follow each other."""
         found = self.log(derives=self.rng.random() < 0.5)
         own = self.next(found, INSIDER)
-        match self.rng.randrange(6):
+        match self.rng.randrange(9):
             case 0:  # ahead of the log, which nobody can link to what is not there yet
                 for round_ in range(own.round, own.round + self.rng.randint(1, 4)):
                     self._forged(replace(own, round=round_, previous=-1))
@@ -204,14 +234,67 @@ class World:
                 self._forged(replace(own, round=own.round + 1, previous=-1))
                 self._forged(replace(own, round=own.round + 2, previous=self.number, step=own.step + 2))
 
+            case 6:
+                self._forged(replace(own, absent=True))
+            case 7:  # up to the end, as readers take it that read no manifests
+                while own.step < STEPS:
+                    self._forged(replace(own, absent=True))
+                    own = replace(own, round=own.round + 1, previous=self.number, step=own.step + 1)
+                self._forged(replace(own, absent=True))
+                self._forged(replace(own, round=own.round + 1, previous=self.number, stop="completed", absent=True))
+            case 8:
+                absent = {each.number for names in self.stored.values() for each in names if each.absent}
+                self.brought |= absent - self.taken
+
     def _forged(self, commit: Commit) -> None:
         self.number += 1
         if (self.exists(commit) or self.instead == "pass over") and not self.takes(commit.round):
             self.stored.setdefault(commit.round, []).append(replace(commit, number=self.number))
 
+    def judge(self) -> None:
+        """What the coordinator does with commits that no other replica than their author has followed."""
+        try:
+            self.log(derives=True, waits=True)
+            return
+        except Waits as wait:
+            (first,) = wait.args
+        found = self.log(derives=False)
+        round_ = first
+        while round_ <= len(found) and found[-1].commit.by != COORDINATOR:
+            commit = found[round_ - 1].commit
+            if commit.absent and not found[round_ - 1].void and commit.number not in self.brought:
+                self.unfounded.add(commit.number)
+                if self.has("abstain"):
+                    self.taken.add(commit.number)
+                found = self.log(derives=True)  # the leg may have ended earlier by it
+            round_ += 1
+
+    def stop(self) -> None:
+        """What the coordinator does where a limit of its user is reached: it commits the stop itself."""
+        if self.has("judged stop"):
+            self.judge()
+        found = self.log(derives=False)
+        leg = self.leg_of(found)
+        if self.has("newest"):
+            first = max(self.begins[leg - 1][0], len(found) - IN_A_ROW)
+            checked = found[:first]
+            for each in found[first:]:
+                checked.append(self._read(each.commit, checked, self.leg_of(checked), derives=True))
+                if checked[-1].void and not each.void:
+                    found = self.log(derives=True)
+                    leg = self.leg_of(found)
+                    break
+        begins = self.begins[leg - 1][0] == len(found)
+        if begins or found[-1].stop:
+            return
+        self.create(replace(self.next(found, COORDINATOR), step=found[-1].step, stop="halted"))
+
     def supervise(self) -> str:
         """What the coordinator does, who reads no manifests by itself: "end", "halt" or nothing."""
         found = self.log(derives=False)
+        if self.has("judge") and (self.rng.random() < 0.3 or (found and found[-1].stop and self.has("judged end"))):
+            self.judge()
+            found = self.log(derives=False)
         leg = self.leg_of(found)
         last = found[-1] if len(found) > self.begins[leg - 1][0] else None
         result = self.results.get(leg)
@@ -266,6 +349,8 @@ def _play(world: World, overwrites: bool) -> int:
             world.honest(who, halt or (attacks and rng.random() < 0.05))  # its user may ask for one, too
         if (said := world.supervise()) == "end":
             break
+        if attacks and rng.random() < 0.05:
+            world.stop()
         halt = said == "halt"
         taken = world.log(derives=True)
         if overwrites and len(taken) >= 4 and not any(each.void for each in taken):
@@ -282,6 +367,8 @@ def _play(world: World, overwrites: bool) -> int:
         raise Broken("the coordinator ended a run that is not complete")
     if [each.commit for each in found] != [each.commit for each in said]:
         raise Broken("readers that check verdicts and readers that do not read different logs")
+    if any(each.void and each.commit.by == COORDINATOR for each in found):
+        raise Broken("the coordinator's stop is void")
     begun = [after for after, _, _, _ in world.begins]
     spent = []  # rounds of the insider's void commits, by leg
     for first, last in zip(begun, [*begun[1:], len(found)], strict=True):

@@ -18,7 +18,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.snapshots.rebuild import write_rebuilt_snapshot
 from diloco_orchestrator.store.base import Store
 from diloco_orchestrator.store.memory import MemoryStore
-from diloco_orchestrator.supervision.retention import delete, plan
+from diloco_orchestrator.supervision.retention import plan
 from replica.context import ReplicaContext
 from replica.rounds.participant import Participant
 
@@ -83,7 +83,8 @@ def collect(fleet: Fleet) -> None:
     """Let retention delete the payloads of the first five rounds."""
     for round_ in (5, 6):
         write_rebuilt_snapshot(RunLog(fleet.store), round_, STAMP)
-    delete(fleet.store, plan(RunLog(fleet.store), RetentionConfig(payloads="needed")))
+    for info in plan(RunLog(fleet.store), RetentionConfig(payloads="needed")).objects:
+        fleet.store.delete(info.key)
 
 
 class ReadOnly(MemoryStore):

@@ -31,6 +31,7 @@ ROLE = "arn:aws:iam::123456789012:role/lender"  # that every user may assume, wi
 _CALLS = "/_calls"
 _EVERYTHING = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 _NOTHING: dict[str, Any] = {"Statement": []}
+CREATES = "s3:ObjectCreationOperation"
 _KEY_ACTIONS = {"GET": "s3:GetObject", "HEAD": "s3:GetObject", "PUT": "s3:PutObject", "DELETE": "s3:DeleteObject"}
 
 Policy = Mapping[str, Any]
@@ -74,7 +75,7 @@ def _is_about(statement: Mapping[str, Any], question: Question) -> bool:
 def _holds(operator: str, value: str | None, wanted: list[str]) -> bool:
     if operator == "Null":
         return wanted == [str(value is None).lower()]
-    if operator == "StringEquals":
+    if operator in ("StringEquals", "Bool"):
         return value in wanted
     if operator == "StringLike":
         return value is not None and any(_like(pattern, value) for pattern in wanted)
@@ -106,6 +107,8 @@ def questions(environ: Mapping[str, Any], body: bytes) -> list[Question]:
     if key and method in _KEY_ACTIONS:
         header = environ.get("HTTP_IF_NONE_MATCH")
         context = {} if header is None else {"s3:if-none-match": header}
+        if _KEY_ACTIONS[method] == "s3:PutObject":  # "false" for a part, which makes no object
+            context[CREATES] = str("partNumber" not in query).lower()
         return [Question(_KEY_ACTIONS[method], f"{arn}/{key}", context)]
     if method == "GET" and bucket:
         prefix = query.get("prefix")

@@ -271,8 +271,8 @@ class _Handler(BaseHTTPRequestHandler):
         after = first + self.service.page_size
         headers = {}
         if after < len(found):
-            labels = "".join(f"&label={quote(label)}" for label in query.get("label", []))
-            headers["Link"] = f'<{self.service.endpoint}{path}?cursor={after}{labels}>; rel="next"'
+            asked = "".join(f"&{key}={quote(each)}" for key in ("label", "stage") for each in query.get(key, []))
+            headers["Link"] = f'<{self.service.endpoint}{path}?cursor={after}{asked}>; rel="next"'
         self._answer(200, found[first:after], headers)
 
     def _job(self, job_id: str) -> Job | None:

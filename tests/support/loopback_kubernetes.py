@@ -52,6 +52,8 @@ class LoopbackKubernetes:
         self.breaks_logs = False  # the next followed log breaks off in the middle of a line
         self.refused: dict[tuple[str, str], tuple[int, str, str]] = {}  # (kind, name): status, reason, message
         self.refused_pods = ""  # why no pod of a Job is made; empty: every pod is
+        self.unmounted = ""  # why no node mounts the volumes of its pods; empty: every node does
+        self.sidecar = ""  # of a service mesh: a second container that the cluster adds to every pod; empty: none
         self.may_list_events = True
         self.hides: set[str] = set()  # names that exist and are not found yet, as behind a cache
         self.repeats = False  # a listing names everything twice
@@ -113,10 +115,10 @@ class LoopbackKubernetes:
             for key in [key for key, each in self._objects.items() if job in (each["metadata"]["name"], _owner(each))]:
                 del self._objects[key]
 
-    def unsuspend(self, job: str) -> None:
-        """What Kueue does when there is room."""
+    def unsuspend(self, job: str, back: bool = False) -> None:
+        """What Kueue does when there is room; `back`: when the room is another's."""
         with self._lock:
-            self._find("jobs", job)["spec"]["suspend"] = False
+            self._find("jobs", job)["spec"]["suspend"] = back
 
     def machines(self, run: str) -> int:
         """How many processes it started for a run, those it is about to start included."""
@@ -180,14 +182,15 @@ class LoopbackKubernetes:
             return (200, copy.deepcopy(found)) if found and name not in self.hides else _not_found(kind, name)
 
     def list_all(self, namespace: str, kind: str, selector: str, fields: str = "") -> tuple[int, _Object]:
-        wanted = [part.partition("=")[::2] for part in selector.split(",") if part]
+        parts = re.findall(r"([^,= ]+)(?:=([^,]*)| in \(([^)]*)\))", selector)
+        wanted = [(key, set(values.split(",")) if values else {value}) for key, value, values in parts]
         asked = [part.partition("=")[::2] for part in fields.split(",") if part]
         with self._lock:
             items = [
                 copy.deepcopy(each)
                 for (its_namespace, its_kind, _), each in self._objects.items()
                 if (its_namespace, its_kind) == (namespace, kind)
-                and all(each["metadata"].get("labels", {}).get(key) == value for key, value in wanted)
+                and all(each["metadata"].get("labels", {}).get(key) in values for key, values in wanted)
                 and all(_field(each, key) == value for key, value in asked)
             ]
         kinds = {
@@ -232,10 +235,13 @@ class LoopbackKubernetes:
                     del self._objects[(namespace, f"{each['kind'].lower()}s", each["metadata"]["name"])]
             return 200, {"apiVersion": "v1", "kind": "Status", "metadata": {}, "status": "Success"}
 
-    def log(self, namespace: str, name: str) -> Machine | tuple[int, _Object]:
+    def log(self, namespace: str, name: str, container: str = "") -> Machine | tuple[int, _Object]:
         with self._lock:
             if (namespace, "pods", name) not in self._objects:
                 return _not_found("pods", name)
+            if self.sidecar and not container:
+                words = f"a container name must be specified for pod {name}, choose one of: [{self.sidecar} replica]"
+                return _status(400, "BadRequest", words)
             if name not in self._machines:
                 message = f'container "replica" in pod "{name}" is waiting to start: ContainerCreating'
                 return _status(400, "BadRequest", message)
@@ -289,18 +295,21 @@ class LoopbackKubernetes:
             _end_job(job, "Complete", "CompletionsReached")
 
     def _refuse_pod(self, job: _Object) -> None:
-        """The event of a real Job controller, which counts further refusals in the same event."""
-        meta = job["metadata"]
-        name, now = f"{meta['name']}.refused", _rfc3339(time.time())
-        about = {"kind": "Job", "name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]}
+        self._warn(job, "Job", "FailedCreate", f"Error creating: {self.refused_pods}")
+
+    def _warn(self, about: _Object, kind: str, reason: str, message: str) -> None:
+        """The event of a real controller or kubelet, which counts further failures in the same event."""
+        meta = about["metadata"]
+        name, now = f"{meta['name']}.{reason.lower()}", _rfc3339(time.time())
+        which = {"kind": kind, "name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]}
         self._objects[(meta["namespace"], "events", name)] = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {"name": name, "namespace": meta["namespace"], "uid": str(uuid.uuid4())},
-            "involvedObject": {"apiVersion": "batch/v1", **about},
+            "involvedObject": {"apiVersion": "batch/v1" if kind == "Job" else "v1", **which},
             "type": "Warning",
-            "reason": "FailedCreate",
-            "message": f"Error creating: {self.refused_pods}",
+            "reason": reason,
+            "message": message,
             "lastTimestamp": now,
         }
 
@@ -359,6 +368,11 @@ class LoopbackKubernetes:
             return
         status["conditions"] = [{"type": "PodScheduled", "status": "True"}]
         status.setdefault("startTime", _rfc3339(time.time()))
+        pod["spec"]["nodeName"] = "node-0"
+        if self.unmounted:
+            _wait(status, "ContainerCreating", "")
+            self._warn(pod, "Pod", "FailedMount", self.unmounted)
+            return
         if (subdomain := pod["spec"].get("subdomain")) and (namespace, "services", subdomain) not in self._objects:
             return
         env = {each["name"]: self._value(pod, each) for each in container["env"]}
@@ -381,7 +395,13 @@ class LoopbackKubernetes:
         image = container["image"]  # by tag: as one that was loaded on the node, without a name
         image_id = f"docker.io/library/{image}" if "@" in image else "sha256:" + "0" * 64
         running = {"name": "replica", "image": image, "imageID": image_id, "state": {"running": {}}}
-        status.update(phase="Running", containerStatuses=[running])
+        beside = {
+            "name": self.sidecar,
+            "image": "mesh:1",
+            "imageID": "mesh@sha256:" + "1" * 64,
+            "state": {"running": {}},
+        }
+        status.update(phase="Running", containerStatuses=[*([beside] if self.sidecar else []), running])
 
     def _value(self, pod: _Object, variable: _Object) -> str:
         """The value of a variable of a pod's environment, with names in DNS of the pods of its Service looked up."""
@@ -459,8 +479,8 @@ def _handler(cluster: LoopbackKubernetes) -> type[BaseHTTPRequestHandler]:
             asked = urlparse(self.path)
             route = _ROUTE.fullmatch(asked.path)
             if route is not None and route["log"]:
-                found = cluster.log(route["ns"], route["name"])
                 query = {key: values[0] for key, values in parse_qs(asked.query).items()}
+                found = cluster.log(route["ns"], route["name"], query.get("container", ""))
                 return self._reply(*found) if isinstance(found, tuple) else self._stream(found, query)
             return self._reply(*cluster.answer(self.command, asked.path, body, asked.query))
 

@@ -190,6 +190,9 @@ EXAMPLES: dict[str, Record] = {
     "want": records.ReuploadRequest(
         **STAMP, round=3, replica_id=1, attempt=2, shard=0, take=2, by="replica 0, attempt 1", reason="it is gone"
     ),
+    "unfounded": records.Unfounded(
+        **STAMP, round=3, commit_sha256=SHA, by="coordinator on c", reason="it names a manifest that is not there"
+    ),
     "rotation": key_records.Rotation(
         **STAMP,
         epoch=2,

@@ -150,6 +150,8 @@ def simulate_signed(seed: int) -> Simulation:
     ):
         if one != other:
             raise InvariantBroken(f"I13: seed {seed}: forgeries changed the {what}\nreproduce: {command}\n{plan}")
+    if judged := [info.key for info in forged.bucket.list(keys.ROUNDS) if keys.unfounded.parse(info.key)]:
+        raise InvariantBroken(f"seed {seed}: honest commits are void: {judged}\nreproduce: {command}\n{plan}")
     return forged
 
 

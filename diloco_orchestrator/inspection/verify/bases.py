@@ -10,11 +10,11 @@ from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.shards import PayloadGone, check_shard, fetch_shard
 from diloco_orchestrator.errors import DilocoError, PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.inspection.verify.findings import (
-    OF_THIS_READER,
     Differs,
     Verification,
     equal,
     fetch,
+    is_of_this_reader,
     optional,
     parse,
 )
@@ -276,9 +276,9 @@ class BaseDeriver:
                 return None
             except Differs as differs:
                 data = self._put_again(key, shard, later, differs)
-        except OF_THIS_READER:
-            raise
         except DilocoError as error:
+            if is_of_this_reader(error):
+                raise
             data = self._put_again(key, shard, later, Differs(key, str(error)))
         self._done.checked["bytes of payloads and states"] += len(data)
         self._done.checked["payloads and states"] += 1
@@ -318,9 +318,9 @@ class BaseDeriver:
             return base
         except PayloadGone:
             return None
-        except OF_THIS_READER:
-            raise
         except (DilocoError, IndexError, RuntimeError, ValueError) as error:
+            if is_of_this_reader(error):
+                raise
             raise Differs(key, f"averages what cannot be averaged: {error}") from None
 
     def _shard(self, manifest: Contribution, index: int) -> bytes | memoryview:

@@ -11,9 +11,7 @@ from diloco_orchestrator.errors import (
     RecordTooNew,
     RecordTooOld,
     SpoolFailed,
-    StoreDenied,
-    StoreFull,
-    StoreUnavailable,
+    StoreError,
 )
 from diloco_orchestrator.protocol.kinds import kind_at
 from diloco_orchestrator.protocol.record_format import Record, canonical_json, parse_json
@@ -23,8 +21,7 @@ from diloco_orchestrator.run_log.reader import parsed, read_record
 from diloco_orchestrator.store.base import Store
 
 TOLERANCE = 1e-4  # of a mean score, relative where it is above 1: machines and batch sizes round differently
-# Why a reader cannot read or hold an object: its line, its credentials, its disk. None of them is a fault of the run.
-OF_THIS_READER = (StoreUnavailable, StoreDenied, StoreFull, SpoolFailed)
+_NO_MEMORY = "can't allocate memory"  # in torch's RuntimeError
 _OF_THE_LOG = (Run, Start, Begin, Commit)
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
@@ -96,6 +93,16 @@ class Differs(Exception):
     def __init__(self, key: str, words: str) -> None:
         super().__init__(words)
         self.found = Disagreement(key, words)
+
+
+def is_of_this_reader(error: Exception) -> bool:
+    """Whether an error is of whoever reads, not of the run: of its line, its credentials, its disk or its memory.
+
+    Whatever else than "there is no such object" a store answers says nothing about the object.
+    """
+    if isinstance(error, StoreError):
+        return not isinstance(error, ObjectMissing)
+    return isinstance(error, SpoolFailed | OSError | MemoryError) or _NO_MEMORY in str(error)
 
 
 def equal(key: str, what: str, found: Any, expected: Any, source: str) -> None:

@@ -74,6 +74,7 @@ _UNPINNED: Mapping[str, tuple[IsOne, str]] = {
         lambda key: keys.reduced.parse(key) or keys.parse_reduced_shard(key),
         "averages that any reader derives from payloads; nothing is derived from them",
     ),
+    "unfounded commits": (keys.unfounded.parse, "that a coordinator found commits to name what is not there"),
     "wants": (keys.parse_want, "requests for a payload"),
     "replays": (keys.is_replay, "of an earlier version; nobody reads them"),
     "keys": (

@@ -18,7 +18,7 @@ import torch
 from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.shares import set_digest, shares_of
 from diloco_orchestrator.inspection.pull import write_files
-from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification
+from diloco_orchestrator.inspection.verify.findings import TOLERANCE, Differs, Verification, is_of_this_reader
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.records import Score
 from diloco_orchestrator.protocol.round_metrics import sign_of
@@ -151,6 +151,9 @@ class SnapshotLoader:
                     done.unchecked.append(f"whether snapshot {round_} loads: {type(error).__name__}: {error}")
                     return
                 except Exception as error:  # whatever the model class and its library raise
+                    if is_of_this_reader(error) and not isinstance(error, OSError):  # a broken file is an OSError too
+                        done.unchecked.append(f"whether snapshot {round_} loads: {error}")
+                        return
                     raise Differs(keys.snapshot(round_, "", take), f"does not load: {error}") from error
             done.checked["snapshots loaded"] += 1
             self._check_scores(model, round_, take, confirmed, done)
@@ -198,7 +201,7 @@ def load_model(folder: Path, build: Callable[[], torch.nn.Module] | None = None)
     if (folder / f"{ADAPTER_GROUP}.safetensors").exists():
         return _adapter(folder, build)
     if build is not None:
-        return _built(folder, build())
+        return _built(folder, _made_by(build))
     if not (folder / "config.json").exists():
         raise CannotLoad("its class is the training function's own; pass `build` (`--build`), which makes the model")
     import transformers
@@ -211,6 +214,13 @@ def load_model(folder: Path, build: Callable[[], torch.nn.Module] | None = None)
         if report[kind]:
             raise ValueError(f"{kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[:3]}")
     return model  # type: ignore[no-any-return]
+
+
+def _made_by(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    try:
+        return build()
+    except Exception as error:  # the caller's own code, before any file was read
+        raise CannotLoad(f"`build` raised {type(error).__name__}: {error}") from error
 
 
 def _built(folder: Path, model: torch.nn.Module) -> torch.nn.Module:
@@ -232,7 +242,7 @@ def _adapter(folder: Path, build: Callable[[], torch.nn.Module] | None) -> torch
         raise CannotLoad("it is an adapter, and PEFT is not installed here")
     peft: Any = importlib.import_module("peft")  # the user's; nothing else here needs it
     if build is not None:
-        return peft.PeftModel.from_pretrained(build(), folder)  # type: ignore[no-any-return]
+        return peft.PeftModel.from_pretrained(_made_by(build), folder)  # type: ignore[no-any-return]
     base = config["base_model_name_or_path"]
     if not base:
         raise CannotLoad("an adapter without the name of its base; pass `build` (`--build`), which makes the base")

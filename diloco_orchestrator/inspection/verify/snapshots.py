@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco_orchestrator.allreduce.shards import fetch_shard
 from diloco_orchestrator.errors import DilocoError, ObjectMissing, RecordInvalid
-from diloco_orchestrator.inspection.verify.findings import OF_THIS_READER, Differs, Verification, equal, optional
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, equal, is_of_this_reader, optional
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS
 from diloco_orchestrator.protocol.records import Shard, Snapshot
@@ -146,9 +146,9 @@ class SnapshotChecker:
     def _compare(self, key: str, named: Shard) -> None:
         try:
             fetch_shard(self._log.store, key, named)
-        except OF_THIS_READER:
-            raise
         except DilocoError as error:
+            if is_of_this_reader(error):
+                raise
             raise Differs(key, str(error)) from None
 
     def _claimed(self, round_: int, take: str) -> str | None:
@@ -166,13 +166,17 @@ class SnapshotChecker:
             record = self._log.snapshot(round_, take)
             self._check_names(key, record, start)
             return self._tensors.base(round_, take, record, start)
-        except (Differs, *OF_THIS_READER):
+        except Differs:
             raise
         except DilocoError as error:
+            if is_of_this_reader(error):
+                raise
             if self._deleted_meanwhile(round_, take):
                 return None
             raise Differs(key, str(error)) from None
         except Exception as error:  # whatever safetensors raises for a broken file
+            if is_of_this_reader(error):
+                raise
             raise Differs(key, f"does not load: {error}") from None
 
     def _check_names(self, key: str, record: Snapshot, start: Start) -> None:

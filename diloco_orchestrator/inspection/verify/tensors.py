@@ -9,7 +9,7 @@ import torch
 
 from diloco_orchestrator.allreduce.spool import budget
 from diloco_orchestrator.errors import DilocoError
-from diloco_orchestrator.inspection.verify.findings import OF_THIS_READER, Differs, Verification
+from diloco_orchestrator.inspection.verify.findings import Differs, Verification, is_of_this_reader
 from diloco_orchestrator.outer import outer_step
 from diloco_orchestrator.outer.adapter_products import merged
 from diloco_orchestrator.outer.base import Base
@@ -80,9 +80,9 @@ class Tensors:
         rest, naming = self._first_values(start), Naming.of(start)
         try:
             changed = {} if start.buffers is None else buffers_of_base(self._log, snapshot.round)
-        except OF_THIS_READER:
-            raise
         except DilocoError as error:
+            if is_of_this_reader(error):
+                raise
             self._done.notes.append(f"the buffers in snapshot {snapshot.round} cannot be derived any more: {error}")
             return
         changed = {naming.in_file(name): value for name, value in changed.items()}
