@@ -21,9 +21,10 @@ WIDTHS = 2.0  # times their range by which the gaps before must lie below those 
 FEWEST = 6  # different rounds before, of at most `BLOCK` that are compared with those since
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
-# A held-out score that stands still is one draw of its noise, low or high. It has surely fallen if it lost more than so
-# many times the mean size of its second differences (together 2.5 standard deviations of AR(1) .5 noise, 3.9 of white);
-# beside a jump apart also if it lost this share of itself, as a fall in the first rounds is itself a part of that mean.
+# A held-out score that no longer changes is one draw of its noise, low or high. It has surely fallen if it lost more
+# than so many times the mean size of its second differences (2.5 standard deviations of AR(1) .5 noise, 3.9 of white);
+# where both metrics moved apart at once also if it lost this share of itself, because a fall in the first rounds is
+# itself a part of that mean.
 SURELY, SHARE = 2.0, 0.5
 # A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
 _OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
