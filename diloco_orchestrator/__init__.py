@@ -25,7 +25,13 @@ def __getattr__(name: str) -> object:
         raise AttributeError(unknown_name(f"name in {__name__}", name, names))
     from importlib import import_module
 
-    return getattr(import_module(names[name]), name)
+    try:
+        return getattr(import_module(names[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers"):
+            raise
+        words = f"{name} needs {error.name}, which is not installed here: pip install 'diloco-orchestrator[train]'."
+        raise ModuleNotFoundError(words, name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -77,7 +77,8 @@ def registered(kind: str, group: str, name: str, taken: bool = False) -> tuple[A
 def registered_class(kind: str, group: str, name: str, base: type[T], taken: bool = False) -> type[T]:
     """The class derived from `base` that another package registers under `name`, which the class has as its `name`.
 
-    Raises ValueError for any other object, and as `registered`, which describes the arguments.
+    Raises ValueError for any other object, for a class that lacks methods of `base`, and as `registered`, which
+    describes the arguments.
     """
     found, where = registered(kind, group, name, taken)
     if not isinstance(found, type) or not issubclass(found, base):
@@ -87,6 +88,8 @@ def registered_class(kind: str, group: str, name: str, base: type[T], taken: boo
             f"{where} calls itself {getattr(found, 'name', None)!r}, and records hold that name. The package has to "
             "register it under its own name."
         )
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"{where} lacks what `{base.__name__}` asks for: {', '.join(missing)}. Repair that package.")
     return found
 
 

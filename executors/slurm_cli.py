@@ -75,7 +75,10 @@ FAILURES = (
 )
 
 
-_OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")  # how variables that set options begin
+# How variables begin that set options, and those of the job in which this process may run itself: sbatch gives them to
+# its jobs whatever --export says, which then take their memory for another, or themselves for requeued.
+_OPTIONS = ("SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # which cluster it is, and who we are to it
 
 
 class SlurmCli:
@@ -131,12 +134,13 @@ class SlurmCli:
 
 
 def submit_environment(environ: Mapping[str, str], conf: str | None) -> dict[str, str]:
-    """The environment for Slurm's tools: this process's, without variables that set options of the tools.
+    """The environment for Slurm's tools: this process's, without variables that set options of the tools or describe
+    a job.
 
     SBATCH_EXPORT=ALL, or SQUEUE_FORMAT, would otherwise change what is sent and printed, and with SCANCEL_STATE=PENDING
     scancel would end nothing that runs. A site's options for all of its users must be passed to the executor instead.
     """
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OPTIONS)}
+    kept = {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_OPTIONS)}
     return {**kept, "SLURM_TIME_FORMAT": "standard", **({"SLURM_CONF": conf} if conf else {})}
 
 

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import JsonValue
 
 from diloco_orchestrator.errors import ConfigError, unknown_name
 from diloco_orchestrator.guard.registry import rule_of
@@ -87,7 +86,7 @@ class ReplicaContext:
         return self._attempt.config.seed
 
     @property
-    def args(self) -> dict[str, JsonValue]:
+    def args(self) -> dict[str, Any]:
         """The workload's arguments, from `launch(args=...)` or `--arg k=v`. A copy."""
         return dict(self._attempt.config.args)
 

@@ -25,7 +25,7 @@ from diloco_orchestrator.allreduce.mean import EncodedShards, Part, mean_into, w
 from diloco_orchestrator.allreduce.payload import check_shape, publish
 from diloco_orchestrator.allreduce.payload_cache import PayloadCache
 from diloco_orchestrator.allreduce.scatter_reduce import ScatterReduce
-from diloco_orchestrator.allreduce.shards import fetch, shard_ranges
+from diloco_orchestrator.allreduce.shards import NotFinite, fetch, shard_ranges
 from diloco_orchestrator.allreduce.vectors import SHARD_NUMEL, FlatTensors
 from diloco_orchestrator.clock import Backoff, Clock, SystemClock, ThreadBackground, random_token
 from diloco_orchestrator.codecs.table import get_codec
@@ -44,6 +44,9 @@ _POLL = Backoff(first_s=0.01, longest_s=0.5)
 
 class ObjectStoreAllReduce:
     """The mean over `world_size` ranks through objects in the folder `uri`, which no other training may use.
+
+    Objects stay in the folder: a call of r ranks leaves r payloads, and nothing removes them. Folders `rounds/<id>` of
+    rounds that no rank calls again may be deleted. With another number of ranks go on with round ids not used yet.
 
     Raises `ValueError` for a rank outside 0..world_size-1 and for a timeout that is not positive, `ConfigError` for an
     unknown codec or one that needs error feedback. With `world_size=1` tensors are returned as they are, and no object
@@ -96,17 +99,22 @@ class ObjectStoreAllReduce:
 
         Raises:
             ValueError: `round_id` is not an int >= 0, or ranks disagree on world size, shape or dtype.
-            TypeError: the dtype is not a real floating-point one.
-            PayloadCorrupt: the tensor holds NaN or infinity, or another rank's bytes do not match their manifest.
-            RoundReused: this rank already published other numbers under `round_id`.
+            TypeError: `tensor` is no dense tensor of a real floating-point dtype that has values.
+            PayloadCorrupt: the tensor holds NaN, infinity or what fp32 cannot hold, which the other ranks do not learn:
+                they wait for `timeout_s`; or another rank's bytes do not match their manifest.
+            RoundReused: this rank already published other numbers, or with another world size, under `round_id`.
             AllReduceTimeout: ranks were missing after `timeout_s`; `missing` names them.
         """
         _check_round_id(round_id)
-        if not tensor.is_floating_point():
-            raise TypeError(f"cannot average a tensor of {tensor.dtype}: convert it to a floating dtype first.")
+        _check_tensor(tensor)
         if self.world_size == 1:
             return tensor.detach().clone()
         local = tensor.detach().to(device="cpu", dtype=torch.float32).contiguous()
+        if tensor.dtype == torch.float64 and (beyond := int(local.isinf().sum() - tensor.isinf().sum())):
+            raise NotFinite(
+                f"round {round_id}: {beyond} elements are beyond what fp32 holds (3.4e38), and the mean is computed in "
+                "fp32. Scale the tensor first."
+            )
         own = PayloadCache()
         mean = torch.empty_like(local)
         scatters, shard_numel = self._cut(mean.numel())
@@ -186,6 +194,11 @@ class ObjectStoreAllReduce:
         if self._store.create(key, ours.to_bytes()):
             return
         existing = AllReducePart.from_bytes(self._store.get(key), key)
+        if existing.world_size != self.world_size:
+            raise RoundReused(
+                f"round {round_id} in {self._store.url} was one of {existing.world_size} ranks, this is rank "
+                f"{self.rank} of {self.world_size}. Use a new folder, or the next round id."
+            )
         if _content(existing) != _content(ours):
             raise RoundReused(
                 f"rank {self.rank} already published another tensor as round {round_id} in {self._store.url}. "
@@ -234,6 +247,18 @@ class ObjectStoreAllReduce:
             return own.get((key, peer.payload.shards[index].digest)) or fetch(self._store, key, peer.payload, index)
 
         return Part(peer.rank, 1.0, peer.payload, read)
+
+
+def _check_tensor(tensor: object) -> None:
+    """Raise `TypeError` unless `tensor` is a dense tensor of a real floating-point dtype that has values."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"cannot average a {type(tensor).__name__}: pass a torch.Tensor.")
+    if not tensor.is_floating_point():
+        raise TypeError(f"cannot average a tensor of {tensor.dtype}: convert it to a floating dtype first.")
+    if tensor.is_meta:
+        raise TypeError("cannot average a tensor on the meta device: it has no values.")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"cannot average a tensor of layout {tensor.layout}: call to_dense() first.")
 
 
 def _check_round_id(round_id: int) -> None:

@@ -4,15 +4,17 @@ Pure functions. The state is JSON in each commit, so every round is added exactl
 however often replicas restart. The state names the guard rule that computed it.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_orchestrator.config import GuardConfig
+from diloco_orchestrator.errors import ConfigError
 from diloco_orchestrator.guard.registry import UNNAMED, rule_of_state
 from diloco_orchestrator.guard.robust import RoundReports, measure
-from diloco_orchestrator.guard.rule import Evidence, finite_or_none
+from diloco_orchestrator.guard.rule import Evidence, GuardRule, finite_or_none
 from diloco_orchestrator.protocol.records import Discounted, Quarantine
 from diloco_orchestrator.protocol.start_records import HeldoutSet
 from diloco_orchestrator.protocol.verdict import Verdict, VerdictKind
@@ -46,7 +48,8 @@ def fold(
     """The guard's state and verdict after one more round, whose scores and metrics are in `reports`.
 
     `state`: from the commit before; None at the run's start. The rule gets no metric of a round that cannot be judged.
-    Raises `RecordTooNew` if the state's rule is not installed here, `ValueError` for a share scored twice.
+    Raises `RecordTooNew` if the state's rule is not installed here, `ConfigError` for a rule that returns anything but
+    a state in JSON and a verdict, `ValueError` for a share scored twice.
     """
     before = {**_EMPTY, **(state or {})}
     kind = rule_of_state(state, config.rule, f"the guard before round {reports.round}")
@@ -57,7 +60,7 @@ def fold(
         evidence = Evidence(
             round=reports.round, why_not=why_not, vault=measured.vault, final_evaluation=reports.final_evaluation
         )
-    rule_state, judged = kind.of(config, heldout).fold(before["guard"], evidence)
+    rule_state, judged = _returned(kind, kind.of(config, heldout).fold(before["guard"], evidence))
     unfolded = before["unfolded"] + 1 if why_not else 0
     unpaired = 0 if kind.needs_in_loop or measured.in_loop is not None else before.get("unpaired", 0) + 1
     after = {**kept, "unfolded": unfolded, "guard": rule_state}
@@ -75,6 +78,20 @@ def fold(
     if config.max_extra:
         after["extra"], verdict = fold_extra(before.get("extra"), config, reports.extra, verdict)
     return FoldResult(after, verdict, far_shares=far_shares, far_in_loop=far_in_loop)
+
+
+def _returned(kind: type[GuardRule], found: Any) -> tuple[Any, Verdict]:
+    """The state and verdict that a rule's `fold` returned. Raises `ConfigError` for anything else, and no JSON."""
+    match found:
+        case (state, Verdict() as judged):
+            pass
+        case _:
+            raise ConfigError(f"the guard rule {kind.name!r} returned {found!r}: fold returns (state, Verdict).")
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the guard rule {kind.name!r} returned a state that is not JSON: {error}.") from None
+    return state, judged
 
 
 def _warning(unfolded: int, why: str, unpaired: int, why_no_metric: str) -> str:

@@ -137,7 +137,10 @@ class _Hub:
     """One model repository on the Hugging Face Hub, accessed with one token."""
 
     def __init__(self, repo_id: str, token: str | None) -> None:
-        from huggingface_hub import HfApi, get_token
+        try:
+            from huggingface_hub import HfApi, get_token
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"push needs huggingface_hub ({error}). Install diloco-orchestrator[hf].") from None
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 

@@ -211,6 +211,9 @@ class RunReader:
         self._costs = CostReader(self.attempts)
         self._begin_rows()
 
+    def __repr__(self) -> str:
+        return f"RunReader({self.store.url!r})"
+
     def _begin_rows(self) -> None:
         self._new_rows = self.new_rows()
         self._rows: list[RoundRow] = []

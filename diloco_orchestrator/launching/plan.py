@@ -50,6 +50,7 @@ class LaunchPlan:
     refusal: str = ""  # why `launch` would refuse for want of credentials in replicas; empty: it would not
     places: tuple[str, ...] = ()  # which replicas would be launched where, and why, where there are several places
     unpaid: str = ""  # how many replicas the limits pay for, where others wait for machines that join
+    unsigned: str = ""  # why a run in a bucket is not signed though its launch does not say so
     ranks: tuple[int, ...] = ()  # processes of each replica, where one has several
     machines: tuple[int, ...] = ()  # of each replica, where one has several ranks
     rank_bytes: tuple[tuple[int, int], ...] = ()  # of each replica: host memory for us in a rank, held and at the most
@@ -156,6 +157,7 @@ class LaunchPlan:
             *self._ranks(),
             *(f"places:    {words}" for words in self.places),
             *([f"unpaid:    {self.unpaid}"] if self.unpaid else []),
+            *([f"keys:      {self.unsigned}"] if self.unsigned else []),
             f"code:      {self.code or 'nothing travels: replicas share this machine'}",
             *([f"packages:  {self.packages}"] if self.packages else []),
             *([f"images:    {images_words(self.images)}"] if self.images else []),
@@ -232,6 +234,7 @@ def plan_launch(
         hourly_usd=sum(price.hourly_usd for price in known) if len(known) == len(prepared.prices) else None,
         places=_places(prepared.opened),
         unpaid=prepared.unpaid,
+        unsigned=prepared.unsigned,
         price_sources=tuple(sorted({price.source for price in known})),
         egress_usd_per_gb=egress_usd_per_gb(prepared.executor.name, prepared.url, prepared.launching.endpoint()),
         rounds=config.rounds,

@@ -57,6 +57,7 @@ class PreparedLaunch:
     prices: Sequence[Price | None]  # of each machine that is paid for; None where the price is not known
     opened: Sequence[Open] = ()  # where each replica is launched, of an executor that has several places
     unpaid: str = ""  # how many replicas the limits pay for, where others wait for machines that join
+    unsigned: str = ""  # why a run in a bucket is not signed though its launch does not say so
 
     @property
     def config(self) -> RunConfig:
@@ -113,6 +114,7 @@ def prepare_launch(
         raise ConfigError("memory:// is gone with this process; replicas are processes of their own. Give a folder.")
     url = absolute_url(store)
     key = new_key() if (_is_signed(url, executor, config) if signed is None else signed) else None
+    unsigned = _UNNAMED if key is None and signed is None and _is_bucket(url) else ""
     executor.use_store(url, storage_options)
     if requirements is None and not executor.shares_machine:
         requirements = lock_file_of(code, name)
@@ -143,7 +145,7 @@ def prepare_launch(
     requests = _first_requests(launching, executor, opened)
     paid = [each for each in requests if not isinstance(executor, Places) or not executor.offers(each.place)]
     prices = [price_of(executor, request) for request in paid]
-    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened, unpaid)
+    prepared = PreparedLaunch(run, url, executor, archive, key, launching, requests, prices, opened, unpaid, unsigned)
     if pin == "require" and archive is not None and not executor.shares_machine:
         check_pinned(archive, prepared.images())
     return prepared
@@ -159,13 +161,23 @@ def _first_requests(
     ]
 
 
+_UNNAMED = (
+    "not signed, because replicas are offered to machines that nobody has named: whoever may write to the bucket can "
+    "write in every replica's name. Name them, --machines with the line that `diloco key --me` prints on each, or say "
+    "that this is meant, --unsigned."
+)
+
+
 def _is_signed(url: str, executor: ServerlessExecutor, config: RunConfig) -> bool:
     """Whether a run is signed unless its launch says otherwise.
 
     It is in a bucket where no machine joins that has no key, and wherever people with a link run replicas.
     """
-    is_bucket = "://" in url and not url.startswith("file://")
-    return bool(config.invited) or (is_bucket and not offers_without_keys(executor, config))
+    return bool(config.invited) or (_is_bucket(url) and not offers_without_keys(executor, config))
+
+
+def _is_bucket(url: str) -> bool:
+    return "://" in url and not url.startswith("file://")
 
 
 def _check_heldout(config: RunConfig, items: int) -> None:

@@ -98,6 +98,9 @@ class Run:
         self._tracker = self._tracker_of(reader.log.run, track)
         self._untracked = reader.new_rows()
 
+    def __repr__(self) -> str:
+        return f"Run({self.url!r})"
+
     def _coordinate(self) -> Coordinator:
         """A coordinator for the rounds since the run's start or last resume."""
         threads = ThreadBackground()
@@ -411,8 +414,8 @@ def launch(
         log.warning("%s", few)
     if why := config.why_by_tokens:
         log.info("%s", why)
-    if prepared.unpaid:
-        log.warning("%s", prepared.unpaid)
+    for words in filter(None, (prepared.unpaid, prepared.unsigned)):
+        log.warning("%s", words)
     return _supervised(run_log, Means(prepared.executor, clock, stamp, storage_options, secrets), config.track)
 
 

@@ -33,7 +33,12 @@ def join_or_create_run(store: Store, run: Run, by: str, stamp: Stamp) -> RunLog:
     created = Writer(store, Role.LAUNCHER).create(run)
     log = RunLog(store)
     if created is None and log.run.config != run.config:
-        raise RunFolderTaken(f"{store.url} already holds a run with another configuration. Use a new folder.")
+        there, here = log.run.config, run.config
+        names = [name for name in type(here).model_fields if getattr(there, name) != getattr(here, name)]
+        differ = "; ".join(f"{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here" for name in names)
+        raise RunFolderTaken(
+            f"{store.url} already holds a run with another configuration: {differ}. Use a new folder, or its settings."
+        )
     return _begin_first_leg(log, by, stamp)
 
 

@@ -30,6 +30,10 @@ BY_CODE: dict[str, tuple[type[StoreError], str]] = {
     "RequestExpired": (StoreDenied, "The request was signed too long ago: is this machine's clock right?"),
     "RequestTimeTooSkewed": (StoreDenied, "This machine's clock is too far off for signed requests: set it."),
     "AccessDenied": (StoreDenied, "Check what these credentials allow on this bucket and prefix."),
+    "InvalidObjectState": (
+        StoreError,
+        "The object is archived, as by a lifecycle rule of the bucket: restore it, and let no rule archive a run.",
+    ),
     # The answer to HEAD has no body, so that the status is all there is; an expired token is a 400.
     "400": (StoreDenied, NO_REASON),
     "401": (StoreDenied, NO_REASON),

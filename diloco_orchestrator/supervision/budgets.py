@@ -123,10 +123,11 @@ def counted_together(begins: Sequence[Begin]) -> list[Begin]:
 class LegBudget:
     """Enforces `max_hours` and `max_cost_usd` for one leg (start or resume to stop), the newest.
 
-    Each leg that somebody begins has its own budget; `counted_together` has the others.
+    Each leg that somebody begins has its own budget; `counted_together` has the others. `wall_time`: now, in seconds
+    since 1970.
     """
 
-    def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp) -> None:
+    def __init__(self, reader: RunReader, begin: Begin, by: str, stamp: Stamp, wall_time: float) -> None:
         self._reader = reader
         self._begin = begin
         self._by = by
@@ -137,9 +138,9 @@ class LegBudget:
         self._asked = False  # whether this object has requested a halt
         legs = [] if self._unlimited else counted_together(reader.log.begins())
         self._earlier = [reader.spent(each, now=following.at) for each, following in pairwise(legs)]
-        self.left_usd: float | None = None  # as of the last `enforce` that read costs; None: no limit
-        if config.max_cost_usd is not None:
-            self.left_usd = config.max_cost_usd - sum(each.usd or 0.0 for each in self._earlier)
+        self.left_usd: float | None = None  # as of the last time that costs were read; None: no limit
+        if config.max_cost_usd is not None:  # of a leg that goes on, a coordinator before this one has spent some
+            self.left_usd = config.max_cost_usd - (reader.spent(begin, wall_time).after(self._earlier).usd or 0.0)
 
     def enforce(self, now: float, wall_time: float) -> str:
         """Request a halt of the run once its hours are used up, or its dollars do not pay for another round.

@@ -108,7 +108,7 @@ class Coordinator:
             sending,
         )
         self._end = EndOfLeg(run_log, begin, stamp)
-        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp)
+        self._budget = LegBudget(reader, begin.record, coordinator_name(), stamp, clock.wall_time())
         self._book: PlaceBook | None = None
         if isinstance(means.executor, Places):
             newest = run_log.newest(begin.record)

@@ -68,7 +68,7 @@ class Vendor:
         self._policy = policy
         self._launches: dict[Who, Future[LaunchReturned]] = {}
         self._launched_at: dict[Who, float] = {}  # when each of these calls began
-        self._abandoned: list[Future[LaunchReturned]] = []
+        self._abandoned: dict[Future[LaunchReturned], float] = {}  # when what it has started is cancelled
         self._poll_at = clock.now()  # when statuses are asked for again
         self._denied_since: float | None = None  # since when polls are rejected
         self._handles: dict[Who, ReplicaHandle] = {}  # of the attempts whose statuses were asked for last
@@ -107,7 +107,7 @@ class Vendor:
     def abandon_launch(self, who: Who) -> None:
         """Ignore the result of the attempt's launch call. A process that the call still starts is cancelled."""
         if (launch := self._launches.pop(who, None)) is not None:
-            self._abandoned.append(launch)
+            self._abandoned[launch] = self._clock.now()
 
     def answered_launches(self, only: Who | None = None) -> list[Addressed]:
         """The results of launch calls that returned since the last call, as events; with `only` of that attempt alone.
@@ -115,10 +115,7 @@ class Vendor:
         A call that exceeds `launch_call_s`, such as over a half-open connection, counts as the provider being
         unavailable; the next call for that attempt adopts a process that it may still start.
         """
-        for launch in [launch for launch in self._abandoned if launch.done()]:
-            self._abandoned.remove(launch)
-            if launch.exception() is None:
-                self.cancel(launch.result().handle)
+        self._cancel_abandoned()
         done = [who for who, launch in self._launches.items() if launch.done() and only in (None, who)]
         hide = self._requests.without_secrets
         found: list[Addressed] = [(who, _answer(self._launches.pop(who), self._random.random(), hide)) for who in done]
@@ -129,6 +126,14 @@ class Vendor:
             error = f"{self._executor.name} has not answered the launch call for {minutes:g} minutes."
             found.append((who, LaunchUnavailable(error, None, self._random.random())))
         return found
+
+    def _cancel_abandoned(self) -> None:
+        """Cancel the processes of abandoned launch calls that have returned; a refused cancel is tried again."""
+        now = self._clock.now()
+        for launch in [launch for launch, due in self._abandoned.items() if launch.done() and now >= due]:
+            del self._abandoned[launch]
+            if launch.exception() is None and isinstance(self.cancel(launch.result().handle), CancelFailed):
+                self._abandoned[launch] = now + self._policy.retry_cancel_s
 
     def _hangs(self, who: Who) -> bool:
         return self._clock.now() - self._launched_at[who] > self._policy.launch_call_s

@@ -34,9 +34,7 @@ _SETTINGS = (
     "persistent_workers",
     "in_order",
 )
-_PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
 _DIVIDERS = ("BatchSamplerShard", "IterableDatasetShard")  # classes of accelerate, which is not imported
-_DEPTH = 4
 _END = object()
 
 
@@ -105,7 +103,7 @@ class LoaderStream:
         self._length = _length_of(base)
         kind = _MapEpochs if _has_indices(base) else _Epochs
         self._epochs: _Epochs = kind(base, deal, self._order, self._chance)
-        self._generators = _generators_in(loader)
+        self._generators = rng.generators_in(loader)
         self._before = 0  # batches of all earlier epochs, whoever took them
         self._taken = 0  # by this rank, of this epoch
         self._batches: Iterator[Any] | None = None
@@ -356,16 +354,3 @@ def _undivided(loader: Any, even: bool) -> Any:
 
 def _has_indices(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def _generators_in(loader: Any, depth: int = _DEPTH) -> list[torch.Generator]:
-    """The random generators of a loader, its samplers and its dataset, each once, in a fixed order."""
-    found: list[torch.Generator] = []
-    own = getattr(loader, "generator", None)
-    if isinstance(own, torch.Generator):
-        found.append(own)
-    for name in _PARTS if depth else ():
-        part = getattr(loader, name, None)
-        if part is not None and not isinstance(part, str):
-            found += [each for each in _generators_in(part, depth - 1) if all(each is not other for other in found)]
-    return found

@@ -6,14 +6,14 @@ It counts no round and writes no record. It has the part of `TrainingSession` th
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
-from diloco_orchestrator.replica.training.position import DataCursor
+from diloco_orchestrator.replica.training.position import DataCursor, has_position
 from diloco_orchestrator.replica.training.ranks import CALL, END, GO, Ranks, Signal
 from diloco_orchestrator.replica.training.round_hooks import RoundFn, RoundView
 
@@ -93,9 +93,10 @@ class Follower:
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches of this rank's data, from where rank 0 is in its own, until training has ended."""
         self._cursor = DataCursor(data, self._begin_epoch)
-        if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
-            first = copy.deepcopy(data.state_dict())
-            self._rewind = lambda: data.load_state_dict(copy.deepcopy(first))
+        if has_position(data):
+            saves: Any = data
+            first = copy.deepcopy(saves.state_dict())
+            self._rewind = lambda: saves.load_state_dict(copy.deepcopy(first))
         self._seek(*self._goes_on_at)
         while self._going:
             yield self._cursor.next()

@@ -24,7 +24,7 @@ from diloco_orchestrator.replica.rounds.tip import OpenRound
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.split.content import item_hash, merkle_root
 
-HeldoutFn = Callable[[torch.nn.Module, Sequence[Any]], Any]
+HeldoutFn = Callable[[Any, Any], Any]  # (model, items), in the types that its user gives them
 
 SIGN = {"loss": -1.0, "reward": 1.0}  # published numbers: higher is better
 

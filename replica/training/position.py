@@ -3,20 +3,35 @@
 A position goes into every manifest as `Progress`, from which the next attempt continues.
 """
 
+import base64
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from pydantic import JsonValue
 
-from diloco_orchestrator.errors import ConfigError
+from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.dealt_batches import DealtBatches
 from diloco_orchestrator.replica.training.dealt_order import ORDER, DealtOrder
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
+from diloco_orchestrator.replica.training.small_state import LIMIT
+from diloco_orchestrator.replica.training.tensor_tree import check_packable, pack, unpack
 
+_OWN = "own"  # in the saved states of random generators: those of the data's parts, beside its own
 _HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
+
+
+def has_position(data: Any) -> bool:
+    """Whether data saves and restores its own position.
+
+    accelerate's loaders all have the methods for that, which work where the loader inside them has them too.
+    """
+    inside = data, getattr(data, "base_dataloader", data)
+    return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in inside)
 
 
 class DataCursor:
@@ -32,11 +47,13 @@ class DataCursor:
     def __init__(self, data: Iterable[Any], begin_epoch: Callable[[int], None] = lambda epoch: None) -> None:
         self._data = data
         self._begin_epoch = begin_epoch
-        self._stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._stateful = has_position(data)
         self._epoch = self._epoch_set = 0
         self._batches = 0  # of this epoch
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
+        self._own = [each for each in rng.generators_in(data) if each is not self._generator]  # such as a sampler's
         self._iterator: Iterator[Any] | None = None
+        self._has_workers = False  # of an earlier epoch, which a DataLoader keeps
 
     def next(self) -> Any:
         """The next batch. Raises `ConfigError` if the data yields none."""
@@ -44,7 +61,8 @@ class DataCursor:
             if self._iterator is None:
                 self._set_epoch()
                 self._begin_epoch(self._epoch)
-                self._chance = rng.capture(self._generator)
+                self._chance = self._drawn_so_far()
+                self._draw_seed_of_kept_workers()
                 self._iterator = iter(self._data)
             for batch in self._iterator:
                 self._batches += 1
@@ -58,18 +76,16 @@ class DataCursor:
         )
 
     def position(self) -> dict[str, Any]:
-        """The position where `next` continues, as JSON. Raises `ConfigError` if the data's own state is not JSON."""
+        """The position where `next` continues, as JSON. Raises `ConfigError` for data whose state cannot be saved."""
         position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
             try:
                 position["state"] = json.loads(json.dumps(state, allow_nan=False))
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"the data's state_dict() is not JSON ({error}); it must be, to resume from."
-                ) from None
+            except (TypeError, ValueError):
+                position["packed"] = _packed(state)
         else:
-            position["chance"] = self._chance or rng.capture(self._generator)
+            position["chance"] = self._chance or self._drawn_so_far()
         return position
 
     def _set_epoch(self) -> None:
@@ -81,9 +97,25 @@ class DataCursor:
         if self._epoch == self._epoch_set:
             return
         self._epoch_set = self._epoch
-        for part in (self._data, *(getattr(self._data, name, None) for name in _HAVE_EPOCHS)):
+        batches = getattr(self._data, "batch_sampler", None)
+        parts = (*(getattr(self._data, name, None) for name in _HAVE_EPOCHS), getattr(batches, "sampler", None))
+        for part in {id(each): each for each in (self._data, *parts)}.values():
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
+
+    def _drawn_so_far(self) -> dict[str, Any]:
+        """The states of all random generators that may decide the order of an epoch."""
+        found = rng.capture(self._generator)
+        return {**found, _OWN: [rng.capture_generator(each) for each in self._own]} if self._own else found
+
+    def _draw_seed_of_kept_workers(self) -> None:
+        """Draw a number where a DataLoader goes on with workers of the epoch before.
+
+        New workers, as a restarted attempt has, cost it one before its sampler draws the order.
+        """
+        if self._has_workers:
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generator)
+        self._has_workers = bool(getattr(self._data, "persistent_workers", False))
 
     @property
     def _generator(self) -> Any:
@@ -97,12 +129,15 @@ class DataCursor:
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         self._set_epoch()  # first: `datasets` ignores a state of another epoch than the set one
-        if self._stateful and "state" in position:
-            self._data.load_state_dict(position["state"])  # type: ignore[attr-defined]
+        if self._stateful and ("state" in position or "packed" in position):
+            state = _unpacked(position["packed"]) if "packed" in position else position["state"]
+            self._data.load_state_dict(state)  # type: ignore[attr-defined]
             self._batches = position["batches"]
             return
         if "chance" in position:
             rng.restore(position["chance"], self._generator)
+            for generator, state in zip(self._own, position["chance"].get(_OWN, ()), strict=False):
+                rng.restore_generator(state, generator)
         for _ in range(position["batches"]):
             before = self._epoch
             self.next()
@@ -111,6 +146,27 @@ class DataCursor:
                     f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
                     "seen: it must be the same at every start."
                 )
+
+
+def _packed(state: Any) -> str:
+    """A state of data that is not JSON, such as one with tensors, as text. Raises `ConfigError` if that cannot be."""
+    check_packable(state, "the data's state_dict()")
+    data = pack(state)
+    if len(data) > LIMIT:
+        raise ConfigError(
+            f"the data's state_dict() has {len(data)} bytes, which every manifest would hold: at most {LIMIT} are "
+            "saved. Return a smaller one, such as numbers of files and rows."
+        )
+    return base64.b64encode(zlib.compress(data, 9)).decode()
+
+
+def _unpacked(text: str) -> Any:
+    """The state that `_packed` encoded. Raises `RecordInvalid` for any other text."""
+    where = "the position in data in this replica's manifest"
+    try:
+        return unpack([zlib.decompress(base64.b64decode(text, validate=True))], where)
+    except (ValueError, zlib.error) as error:
+        raise RecordInvalid(f"{where} cannot be decoded ({error}): it was changed.") from None
 
 
 class TrainingPosition:

@@ -108,6 +108,13 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path: Path):
     for dtype in (torch.int64, torch.bool, torch.complex64):
         with pytest.raises(TypeError, match="convert it to a floating dtype"):
             reducer.allreduce(torch.zeros(1, dtype=dtype), 0)
+    for no_tensor, words in (
+        ([1.0], "a list: pass a torch"),
+        (torch.zeros(1, device="meta"), "the meta device: it has no values"),
+        (torch.zeros(1).to_sparse(), r"layout torch\.sparse_coo: call to_dense"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            reducer.allreduce(no_tensor, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown codec"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2, codec="fp64")
     with pytest.raises(ValueError, match="timeout_s"):
@@ -129,7 +136,7 @@ def test_a_repeated_call_is_accepted_with_the_same_numbers_only(tmp_path: Path):
     assert torch.equal(reduce_all(str(tmp_path), tensors)[0], once[0])
     with pytest.raises(RoundReused, match="next round id"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(random_tensor(9), 0)
-    with pytest.raises(RoundReused):
+    with pytest.raises(RoundReused, match="was one of 2 ranks, this is rank 0 of 3"):
         ObjectStoreAllReduce(str(tmp_path), 0, 3).allreduce(tensors[0], 0)
 
 
@@ -137,6 +144,12 @@ def test_a_repeated_call_is_accepted_with_the_same_numbers_only(tmp_path: Path):
 def test_numbers_that_are_not_finite_are_never_published(bad: float, tmp_path: Path):
     with pytest.raises(PayloadCorrupt, match="1 elements that are not finite"):
         ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(torch.tensor([1.0, bad]), 0)
+    assert list(open_store(str(tmp_path)).list("")) == []
+
+
+def test_a_double_that_fp32_cannot_hold_is_named_as_such(tmp_path: Path):
+    with pytest.raises(PayloadCorrupt, match="round 4: 1 elements are beyond what fp32 holds"):
+        ObjectStoreAllReduce(str(tmp_path), 0, 2).allreduce(torch.tensor([1.0, -1e300], dtype=torch.float64), 4)
     assert list(open_store(str(tmp_path)).list("")) == []
 
 

@@ -140,10 +140,12 @@ def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: I
         "number": "fine:X",
         "other": "fine:Other",
         "alike": "fine:Alike",
+        "half": "fine:Half",
     }
     fine = (
         "from executors import RemoteExecutor\n"
         "X = 3\nclass Other(RemoteExecutor):\n    name = 'another'\n"
+        "class Half(RemoteExecutor):\n    name = 'half'\n"
         "class Alike:\n    name = 'alike'\n    shares_machine = True\n    launch = poll = None\n"
     )
     site = install("broken-package", entries, crashes="raise RuntimeError('no licence')", fine=fine)
@@ -155,6 +157,7 @@ def test_a_broken_entry_point_is_an_error_only_where_its_name_is_used(install: I
         ("number", "is no class derived from `ServerlessExecutor`"),
         ("other", "calls itself 'another'"),
         ("alike", "is no class derived from `ServerlessExecutor`"),
+        ("half", "lacks what `ServerlessExecutor` asks for: cancel, find, launch, logs, plan, statuses."),
     ):
         done = diloco(*run, "--executor", name, "--queue", "night", cwd=project, environ=path_of(site))
         assert done.returncode == 2 and words in done.stderr, done.stdout + done.stderr

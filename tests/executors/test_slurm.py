@@ -171,7 +171,10 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float):
 def test_options_of_the_environment_do_not_change_what_is_sent():
     environ = {"PATH": "/bin", "SBATCH_EXPORT": "ALL", "SQUEUE_FORMAT": "%i", "SLURM_CONF": "/etc/slurm.conf"}
     environ |= {"SCANCEL_INTERACTIVE": "1", "SCANCEL_STATE": "PENDING", "SCONTROL_ALL": "1", "SACCT_FEDERATION": "1"}
-    kept = {"PATH": "/bin", "SLURM_TIME_FORMAT": "standard"}
+    environ |= {"SLURM_CLUSTERS": "gpu"}
+    kept = {"PATH": "/bin", "SLURM_TIME_FORMAT": "standard", "SLURM_CLUSTERS": "gpu"}
+    # Of a launcher that runs in a job itself: sbatch gives them to its own jobs, whatever --export says.
+    environ |= {"SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "50", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
     assert submit_environment(environ, None) == {**kept, "SLURM_CONF": "/etc/slurm.conf"}
     assert submit_environment(environ, "/mine") == {**kept, "SLURM_CONF": "/mine"}
 

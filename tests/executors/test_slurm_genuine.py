@@ -114,6 +114,19 @@ def test_slurm_runs_no_attempt_twice(rig: SlurmRig, slurm: GenuineSlurm):
     assert list(executor.logs(other)).count("here") == 1
 
 
+def test_a_launcher_in_a_job_that_was_requeued_launches_as_any_other(
+    rig: SlurmRig, slurm: GenuineSlurm, monkeypatch: pytest.MonkeyPatch
+):
+    """Its own variables reached its jobs, whose script took them for its own: that it had been requeued."""
+    for name, value in {"SLURM_RESTART_COUNT": "1", "SLURM_MEM_PER_CPU": "50"}.items():
+        monkeypatch.setenv(name, value)
+    shows = "import os; print([name for name in ('SLURM_RESTART_COUNT', 'SLURM_MEM_PER_CPU') if name in os.environ])"
+    executor = rig.executor(memory=100)
+    handle = executor.launch(request_of(shows))
+    assert ended_state(executor, handle) is ReplicaState.SUCCEEDED
+    assert list(executor.logs(handle)) == ["[]"]
+
+
 def test_a_launch_that_slurm_refuses_leaves_no_job_and_says_why(rig: SlurmRig, slurm: GenuineSlurm):
     for options, words in (
         ({"partition": "nope"}, "invalid partition specified: nope"),

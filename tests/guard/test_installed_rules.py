@@ -126,18 +126,45 @@ def test_a_misspelt_rule_is_refused_with_the_nearest_installed_one(example: None
         ("crash-v1 = crashing_rule:X", "does not load: RuntimeError: no licence"),
         ("number-v1 = odd_rules:X", "is no class derived from `GuardRule`"),
         ("other-v1 = odd_rules:Other", "calls itself 'another-v1', and records hold that name"),
+        ("half-v1 = odd_rules:Half", "lacks what `GuardRule` asks for: fold, of."),
     ],
 )
 def test_a_rule_that_its_package_does_not_provide_is_refused_in_the_words_of_what_is_wrong(
     install: Install, entry: str, words: str
 ):
     odd = "from diloco_orchestrator.guard import GuardRule\nX = 3\nclass Other(GuardRule):\n    name = 'another-v1'\n"
+    odd += "class Half(GuardRule):\n    name = 'half-v1'\n"
     install("broken-package", entry, crashing_rule="raise RuntimeError('no licence')", odd_rules=odd)
     name = entry.partition(" ")[0]
     with pytest.raises(ConfigError, match=f"guard rule '{name}' of package broken-package .*{re.escape(words)}"):
         rule_of(name)
     with pytest.raises(RecordTooNew, match=rf"before round 1 .*{re.escape(words)}"):
         fold({"rule": name}, GuardConfig(), HELDOUT, RoundReports(1, []))
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("none", "None", r"returned None: fold returns \(state, Verdict\)"),
+        ("three", "{}, verdict, 1", r"returned \({}, Verdict.*fold returns"),
+        ("set", "{'seen': {1, 2}}, verdict", "returned a state that is not JSON: Object of type set"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_named(install: Install, name: str, body: str, words: str):
+    odd = (
+        "from diloco_orchestrator.guard import GuardRule, Verdict, VerdictKind\n"
+        "verdict = Verdict(fire=False, reason='', proxy_real_gap=0.0, folds=1, action=VerdictKind.CONTINUE)\n"
+        "class Odd(GuardRule):\n"
+        f"    name = '{name}-v1'\n"
+        "    @classmethod\n"
+        "    def of(cls, config, heldout):\n"
+        "        return cls()\n"
+        "    def fold(self, state, evidence):\n"
+        f"        return {body}\n"
+    )
+    install("odd-package", f"{name}-v1 = odd_rule_{name}:Odd", **{f"odd_rule_{name}": odd})
+    with pytest.raises(ConfigError, match=f"the guard rule '{name}-v1' {words}"):
+        fold({"rule": f"{name}-v1"}, GuardConfig(), HELDOUT, RoundReports(1, []))
 
 
 def test_a_rule_of_two_packages_is_refused_and_ours_are_not_replaced(install: Install):

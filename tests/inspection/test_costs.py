@@ -217,12 +217,20 @@ def test_a_leg_that_begins_by_itself_has_the_limits_of_the_one_before(limits, by
     )
     machines(fleet, leg=2, began=HOUR)
     reader = RunReader(fleet.store)
-    budget = LegBudget(reader, begin, "test", STAMP)
+    budget = LegBudget(reader, begin, "test", STAMP, wall_time=HOUR)
     assert budget.left_usd in (None, 6.0 if by == "its user" else 2.0)
     budget.enforce(0.0, wall_time=1.4 * HOUR)
     assert reader.log.halt(2) is None
     budget.enforce(10.0, wall_time=1.6 * HOUR)
     assert (reader.log.halt(2) is None) == (by == "its user")
+
+
+def test_a_new_coordinator_opens_no_machine_for_dollars_that_the_one_before_has_spent():
+    fleet, _ = legs_halted([0.1, 0.5, 0.9], max_cost_usd=6.0)
+    machines(fleet, leg=1, began=0.0, ended=HOUR)
+    reader = RunReader(fleet.store)
+    begin = reader.log.newest_begin().record
+    assert LegBudget(reader, begin, "test", STAMP, wall_time=2 * HOUR).left_usd == 2.0
 
 
 class AwayForOneHalt(CountingStore):
@@ -242,7 +250,7 @@ def test_a_request_to_halt_that_the_store_refuses_is_made_again():
     Fleet(store=engine, replicas=2, rounds=2, max_hours=1.0)
     reader = RunReader(engine)
     begin = reader.log.newest_begin().record
-    budget = LegBudget(reader, begin, "test", STAMP)
+    budget = LegBudget(reader, begin, "test", STAMP, wall_time=begin.at)
     with pytest.raises(StoreUnavailable):
         budget.enforce(0.0, wall_time=begin.at + HOUR)
     assert reader.log.halt(1) is None
@@ -253,7 +261,7 @@ def test_a_request_to_halt_that_the_store_refuses_is_made_again():
 def test_costs_are_added_up_every_few_seconds():
     scene = Priced(max_hours=1000.0)
     reader = scene.coordinator().reader
-    budget, asked = LegBudget(reader, reader.log.newest_begin().record, "test", STAMP), []
+    budget, asked = LegBudget(reader, reader.log.newest_begin().record, "test", STAMP, wall_time=0.0), []
     for _ in range(11):
         calls = scene.engine.calls.total()
         budget.enforce(scene.clock.now(), wall_time=0.0)

@@ -115,6 +115,13 @@ def test_every_documented_error_can_be_imported_from_the_top(name):
     assert not missing, f"{name} documents {sorted(missing)}"
 
 
+def test_a_name_that_needs_torch_says_how_to_install_it():
+    code = "import sys; sys.modules['torch'] = None; from diloco_orchestrator import ObjectStoreAllReduce"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    words = "ObjectStoreAllReduce needs torch, which is not installed here: pip install 'diloco-orchestrator[train]'."
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {words}"
+
+
 def test_documented_errors_are_found():
     assert {"ConfigError", "RunFolderTaken", "ExecutorDenied"} <= documented_errors(diloco_orchestrator.launch)
     assert {"RunFailed", "RunNotFinished", "CollapseStopError"} <= documented_errors(diloco_orchestrator.Run)

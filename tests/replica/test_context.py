@@ -1,5 +1,6 @@
 """`ctx.attach` in one process: the training loop's side of a run, alone over a folder."""
 
+import json
 import random
 import threading
 from collections.abc import Iterator
@@ -206,8 +207,8 @@ def test_a_restarted_attempt_skips_what_plain_data_gave_out(tmp_path: Path):
     assert seen[before:] == [0, 1, 2, 3, 0, 1, 2, 3, 0]  # three skipped, then the six of rounds 2 and 3
 
 
-@pytest.mark.parametrize("own_generator", [False, True], ids=["global generator", "its own"])
-def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: bool, tmp_path: Path):
+@pytest.mark.parametrize("generator", ["the process's", "its own", "its sampler's"])
+def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(generator: str, tmp_path: Path):
     """With a DataLoader that shuffles, over epochs: the same batches in the same order as without the restart."""
 
     def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
@@ -215,8 +216,12 @@ def test_a_restarted_attempt_goes_on_in_the_middle_of_a_shuffle(own_generator: b
             seen.extend(picked)
             return batch_of(picked[0])
 
-        generator = torch.Generator().manual_seed(5) if own_generator else None
-        return torch.utils.data.DataLoader(range(4), shuffle=True, generator=generator, collate_fn=collate)  # type: ignore[arg-type]
+        drawn = torch.Generator().manual_seed(5)
+        if generator == "its sampler's":
+            sampler = torch.utils.data.RandomSampler(range(4), generator=drawn)  # type: ignore[arg-type]
+            return torch.utils.data.DataLoader(range(4), sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+        own = drawn if generator == "its own" else None
+        return torch.utils.data.DataLoader(range(4), shuffle=True, generator=own, collate_fn=collate)  # type: ignore[arg-type]
 
     straight: list[int] = []
     train(Alone(tmp_path / "straight", rounds=3), loader(straight))
@@ -260,6 +265,74 @@ def test_a_restarted_attempt_takes_whole_epochs_of_a_stream_of_datasets(steps: i
     assert len(read) <= len(second) + 1  # what was trained is not read again
 
 
+def test_a_loader_that_keeps_its_workers_has_one_order_with_and_without_a_restart():
+    """New workers cost a random number before the order is drawn, and kept ones none."""
+
+    def cursor() -> DataCursor:
+        return DataCursor(torch.utils.data.DataLoader(range(5), shuffle=True, num_workers=1, persistent_workers=True))  # type: ignore[arg-type]
+
+    torch.manual_seed(3)
+    straight = cursor()
+    before, position = [int(straight.next()) for _ in range(7)], straight.position()
+    after = [int(straight.next()) for _ in range(8)]
+    assert sorted(before[:5]) == sorted(before[5:] + after[:3]) == sorted(after[3:]) == list(range(5))
+    restarted = cursor()
+    restarted.seek(position)
+    assert [int(restarted.next()) for _ in range(8)] == after
+
+
+def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_restart():
+    """Its methods for a position raised an AttributeError at the end of the first round."""
+    accelerator = pytest.importorskip("accelerate", reason="the extra [trl] is not installed").Accelerator(cpu=True)
+
+    def cursor() -> DataCursor:
+        return DataCursor(accelerator.prepare(torch.utils.data.DataLoader(range(5), shuffle=True)))  # type: ignore[arg-type]
+
+    torch.manual_seed(3)
+    straight = cursor()
+    before, position = [int(straight.next()) for _ in range(7)], straight.position()
+    after = [int(straight.next()) for _ in range(8)]
+    assert sorted(before[:5]) == sorted(before[5:] + after[:3]) == sorted(after[3:]) == list(range(5))
+    restarted = cursor()
+    restarted.seek(json.loads(json.dumps(position)))
+    assert [int(restarted.next()) for _ in range(8)] == after
+
+
+class Drawn:
+    """Numbers from a generator, whose state is a tensor, as that of torchdata's loaders. `more`: further state."""
+
+    def __init__(self, more: Any = None) -> None:
+        self.generator, self.more = torch.Generator().manual_seed(7), more
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(1000, (), generator=self.generator))
+
+    def state_dict(self) -> dict[Any, Any]:
+        return {0: self.generator.get_state(), "more": self.more}
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.generator.set_state(state[0])
+
+
+def test_the_position_of_data_may_hold_tensors():
+    first, second = DataCursor(Drawn()), DataCursor(Drawn())
+    [first.next() for _ in range(3)]
+    second.seek(json.loads(json.dumps(first.position())))
+    assert [second.next() for _ in range(5)] == [first.next() for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [({1}, r"state_dict\(\)\['more'\] is a set"), (torch.zeros(2**14), "bytes.* at most 65536 are saved")],
+)
+def test_a_position_that_no_manifest_can_hold_is_refused(more: Any, words: str):
+    cursor = DataCursor(Drawn(more))
+    cursor.next()
+    with pytest.raises(ConfigError, match=words):
+        cursor.position()
+
+
 def test_data_learns_its_epoch_before_it_takes_its_state():
     class Reshuffled:
         """Three numbers in an order of the epoch, of which `set_epoch` begins the first."""
@@ -289,13 +362,19 @@ def test_data_learns_its_epoch_before_it_takes_its_state():
     assert second.next() == 2
 
 
-def test_every_epoch_of_a_sampler_that_is_told_it_has_an_order_of_its_own_also_after_a_restart(tmp_path: Path):
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_every_epoch_of_a_sampler_that_is_told_it_has_an_order_of_its_own_also_after_a_restart(
+    in_batches: bool, tmp_path: Path
+):
     def loader(seen: list[int]) -> torch.utils.data.DataLoader[Any]:
         def collate(picked: list[int]) -> Any:
             seen.extend(picked)
             return batch_of(picked[0])
 
         sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=1)  # type: ignore[arg-type]
+        if in_batches:
+            batches = torch.utils.data.BatchSampler(sampler, 1, drop_last=False)
+            return torch.utils.data.DataLoader(range(8), batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
         return torch.utils.data.DataLoader(range(8), sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
     straight: list[int] = []

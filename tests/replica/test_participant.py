@@ -543,7 +543,7 @@ def test_library_users_who_mean_different_runs_are_told(tmp_path):
 
     ObjectStoreManager.join(str(tmp_path), 0, 2, rounds=3)
     ObjectStoreManager.join(str(tmp_path), 1, 2, rounds=3)
-    with pytest.raises(RunFolderTaken, match="another configuration"):
+    with pytest.raises(RunFolderTaken, match=r"another configuration: rounds is 3 there, 4 here\. Use"):
         ObjectStoreManager.join(str(tmp_path), 1, 2, rounds=4)
 
 

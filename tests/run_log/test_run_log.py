@@ -35,7 +35,7 @@ def test_a_loop_without_coordinator_joins_the_same_run_and_no_other():
     first = join_or_create_run(store, run_of(rounds=3), "replica 0", STAMP)
     again = join_or_create_run(store, run_of(rounds=3), "replica 1", STAMP)
     assert again.run == first.run and again.begins() == first.begins()
-    with pytest.raises(RunFolderTaken, match="another configuration"):
+    with pytest.raises(RunFolderTaken, match=r"another configuration: rounds is 3 there, 4 here\. Use"):
         join_or_create_run(store, run_of(rounds=4), "replica 1", STAMP)
 
 

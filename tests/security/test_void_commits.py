@@ -16,6 +16,7 @@ from simulation_signed import KEY, SignedSimulation
 from virtual_time import VirtualClock
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.inspection.audit.findings import ranges_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
@@ -26,6 +27,7 @@ from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, to_text
 from diloco_orchestrator.protocol.signed_objects import stored_name
 from diloco_orchestrator.protocol.weights import norms_after
+from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.run_log.run_store import rotations_of
 from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
@@ -222,6 +224,9 @@ def check(run: Attacked) -> list[Commit]:
         done = verify_run(store)
         assert done.disagreement is None
         assert sum("is void" in note for note in done.notes) == len(void)
+        log = RunLog(store)
+        for each in ranges_of(log.commits(), log.void_authors):  # what was trained in void rounds is nobody's fault
+            ContributionReader(store).exact(each.round, each.replica_id, each.manifest_sha256)
         assert RunReader(store).status().state == "completed"
     return commits
 

@@ -76,6 +76,8 @@ def test_a_run_in_a_bucket_is_signed_unless_its_launch_says_otherwise(url, optio
     prepared = prepare_launch("tiny_workloads:train", url, given, run_id="r", stamp=STAMP(), dry=True)
     assert (prepared.run.signed_by is not None) is signed
     assert all((ENV_ATTEMPT_KEY in each.secrets) is signed for each in prepared.requests)
+    by_itself = "://" in url and "file:" not in url and not signed and "signed" not in options
+    assert ("--machines" in prepared.unsigned) is by_itself, "its user is told why, and what to do"
 
 
 @pytest.mark.parametrize("signed", [True, False])

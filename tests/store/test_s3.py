@@ -184,6 +184,17 @@ def test_a_wrong_region_is_told_at_the_first_call(status: int, code: str, engine
     assert not isinstance(caught.value, StoreUnavailable) and "s3://bucket/x" in str(caught.value)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_a_lifecycle_rule_has_archived_is_no_matter_of_credentials(s3_server: S3Server, engine: str):
+    bucket = s3_server.make_bucket(f"archived-{engine}")
+    archived = {"Bucket": bucket, "Key": "run/run.json", "StorageClass": "GLACIER"}
+    s3_server.client("s3").put_object(Body=b"{}", **archived)
+    store = open_store(f"s3://{bucket}/run", s3_server.options(), engine=engine, retry=HURRIED)
+    with pytest.raises(StoreError, match=r"is archived, as by a lifecycle rule.*restore it") as caught:
+        store.get("run.json")
+    assert not isinstance(caught.value, StoreDenied | StoreUnavailable)
+
+
 def test_a_url_without_bucket_is_refused():
     with pytest.raises(ConfigError, match="names no bucket"):
         open_store("s3:///folder", {"key": "k", "secret": "s"})

@@ -1,5 +1,9 @@
 """The coordinator against an executor that follows a script: crashes between its lines, providers that fail."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 from scripted import STAMP, Scene, ScriptedExecutor
 
@@ -13,6 +17,7 @@ from diloco_orchestrator.run_log.run_log import RunLog
 from diloco_orchestrator.supervision.coordinator import Coordinator
 from diloco_orchestrator.supervision.end_of_leg import EndOfLeg
 from diloco_orchestrator.supervision.next_leg import begin_next_leg
+from diloco_orchestrator.supervision.vendor import Vendor
 from executors.contract import ExecutorDenied, ExecutorError, MissingSdk, NoCapacity, ReplicaState, ReplicaStatus
 
 PATIENT = {"poll_s": 0.01, "round_timeout_s": 20.0, "startup_timeout_s": 300.0}
@@ -653,3 +658,32 @@ def test_after_the_stop_nothing_is_asked_but_how_attempts_end():
     scene.complete()
     scene.steps(coordinator, 1)  # within a second it looks again
     assert calls_of(scene, coordinator, 50) == {}
+
+
+class Later:
+    """A background whose calls begin when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def start(self, call: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self.calls.append(lambda: future.set_result(call()))
+        return future
+
+
+def test_a_machine_that_comes_after_its_launch_was_given_up_is_cancelled_until_its_provider_obeys():
+    scene, later = Scene(), Later()
+    coordinator = scene.coordinator()
+    requests, policy = coordinator._requests, coordinator._policy
+    vendor = Vendor(scene.executor, requests, later, scene.clock, policy)  # type: ignore[arg-type]
+    vendor.launch((0, 1), "")
+    vendor.abandon_launch((0, 1))
+    scene.executor.refuse_cancel = 2
+    later.calls.pop()()
+    tried = []
+    for _ in range(31):
+        vendor.answered_launches()
+        tried.append(2 - scene.executor.refuse_cancel + len(scene.executor.cancelled))
+        scene.clock.advance(1.0)
+    assert tried == [1] * 10 + [2] * 10 + [3] * 11 and scene.executor.cancelled == [(0, 1)]

@@ -86,7 +86,7 @@ class Auditor:
         if not self._commits or position is None:
             raise ConfigError(f"{store.url} has no commit yet: there is nothing to audit. Wait for its first round.")
         self.head = Head(position.round, position.sha256)
-        self.ranges = ranges_of(self._commits)
+        self.ranges = ranges_of(self._commits, self._log.void_authors)
         self._folder = tempfile.TemporaryDirectory(prefix="diloco-audit-")
         self._path = self._code_path()
         self._count = 0

@@ -5,7 +5,7 @@ according to the commits alone. On a machine of the replica's hardware class eve
 another one sums are rounded in another order, and distances are compared with a bound.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import comb
@@ -29,17 +29,19 @@ class TrainingRange:
         return f"round {self.round}, replica {self.replica_id}"
 
 
-def ranges_of(commits: Iterable[Commit]) -> list[TrainingRange]:
+def ranges_of(commits: Iterable[Commit], void: Collection[int] = ()) -> list[TrainingRange]:
     """The ranges (one replica's training in one round) whose inner steps an outer step averaged, in order.
 
     Ordered by round and replica. Work carried into a later contribution counts once that was averaged. Commits that
-    were not applied add none: their contributions changed no base, or are carried.
+    were not applied add none: their contributions changed no base, or are carried. A range of
+    a round in `void`, whose commit contradicts the log and may name any manifest, has the manifest that is there.
     """
     named: dict[tuple[int, int], str] = {}
     moved: set[tuple[int, int]] = set()
     for commit in commits:
         for answer in commit.answers:
-            named[commit.round, answer.replica_id] = answer.manifest_sha256
+            if commit.round not in void:
+                named[commit.round, answer.replica_id] = answer.manifest_sha256
             if commit.applied and answer.averaged:
                 moved |= {(origin.round, answer.replica_id) for origin in answer.origins}
     return [TrainingRange(*each, named.get(each)) for each in sorted(moved)]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from diloco_orchestrator import (
     CodeBundle,
     ExecutorDenied,
@@ -28,8 +30,20 @@ from diloco_orchestrator import (
 )
 
 
+class Network(torch.nn.Linear):
+    pass
+
+
+def score(model: Network, items: list[torch.Tensor]) -> list[float]:
+    return [float(model(item)) for item in items]
+
+
 def train(ctx: ReplicaContext) -> None:
     assert ctx.replica_id < ctx.replicas
+    model = Network(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(ctx.args["lr"]))
+    with ctx.attach(model, optimizer, heldout=score, heldout_items=[torch.ones(4)], in_loop="loss"):
+        pass
 
 
 def start(place: ServerlessExecutor) -> RunResult:
