@@ -465,13 +465,24 @@ class _Gap:
         self.before: list[Array] = []  # the same, of as many rounds as the noise
 
     def judge(
-        self, held: Array, trained: Array, score: Array, noise: _Noise, few: Array, guard: SequentialGuard
+        self,
+        held: Array,
+        trained: Array,
+        score: Array,
+        noise: _Noise,
+        few: Array,
+        bend: Array,
+        guard: SequentialGuard,
     ) -> NDArray[np.bool_]:
         c, sigma = hacking_gap, noise.sigma()
-        step = np.where(np.isfinite(noise.step), noise.step, 0.0)
-        fell = (few < self.best[0] - held) & (trained > self.reference[1])
-        sigma = np.where(self._moved_apart(held, trained, few, fell), step / 2, sigma)
-        known = sigma > 0
+        step, lost = np.where(np.isfinite(noise.step), noise.step, 0.0), self.best[0] - held
+        fell, counts = lost > few, np.ones(held.shape, bool)
+        if self.rule.STILL is not None and self.last:
+            repeated = (held == self.last[-1][0]) & (trained == self.last[-1][1])
+            apart = self._moved_apart(held, trained, score, few, bend, repeated & fell & (trained > self.reference[1]))
+            sigma = np.where(apart, step / 2, sigma)
+            counts = ~repeated | apart | (fell & (lost > c.SURELY * bend))
+        known = counts & (sigma > 0)
         unit = np.where(known, sigma, 1.0)
         gap = (trained - self.reference[1]) - (held - self.reference[0])
         allowed = np.maximum((guard.gap_sigmas or 0.0) * unit, c._OF_THE_GAIN * self.best[0])
@@ -484,13 +495,16 @@ class _Gap:
         )
         return found
 
-    def _moved_apart(self, held: Array, trained: Array, few: Array, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _moved_apart(
+        self, held: Array, trained: Array, score: Array, few: Array, bend: Array, of: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         """Twin of `guard.channels.hacking_gap._moved_apart`, for the runs in `of`."""
         found = np.zeros(of.shape, bool)
         for run in np.flatnonzero(of & self._stands_still(held, trained)):
             both = [*(each[:, run] for each in self.before), np.array([held[run], trained[run]])]
             scores, apart = [float(h) for h, _ in both], [float(t - h) for h, t in both]
-            found[run] = hacking_gap._moved_apart(scores, apart, float(few[run]), self.rule.STILL or 0)
+            measures = float(few[run]), float(bend[run]), float(score[run])
+            found[run] = hacking_gap._moved_apart(scores, apart, *measures, self.rule.STILL or 0)
         return found
 
     def _stands_still(self, held: Array, trained: Array) -> NDArray[np.bool_]:
@@ -552,7 +566,7 @@ def sequential(
         if t >= falls.FIRST_JUDGED:
             halts.at(t + 1, sums.judge(held, own, best, 1.0 if weight is None else weight[t], lost), 2)
         if trained is not None and guard.gap_sigmas is not None and t >= hacking_gap.FIRST_JUDGED:
-            wrong = gap.judge(held, trained, heldout[0] + held, apart, sums.allowed(own), guard)
+            wrong = gap.judge(held, trained, heldout[0] + held, apart, sums.allowed(own), own.bend, guard)
             halts.at(t + 1, wrong & (t + 1 >= guard.min_steps), 3)
         if trained is not None and t < early.ROUNDS:
             halts.at(t + 1, collapsed(scores[: t + 1], in_loop[: t + 1] - first, rule.early), 4)  # type: ignore[index]

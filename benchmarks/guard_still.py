@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/guard_still.py --docs
 
 Held-out scores are shares of fixed items that are answered greedily: an answer stays until the model changes it. Each
-case is judged by the default rule and by "sequential-v4", which differs from it in nothing else. The rules are the
-twins of `guard_rules`, which are compared with the product's folds on the first three runs of each case.
+case is judged by the default rule and by "sequential-v4", which counts a score given again as a new one. The rules are
+the twins of `guard_rules`, which are compared with the product's folds on the first three runs of each case.
 """
 
 import argparse
@@ -45,10 +45,22 @@ def items(rng: Rng, right: Array, count: int, changes: Array | float, runs: int)
     return np.array(found)
 
 
-def won(count: int, at: tuple[int, int], rng: Rng, runs: int, before: float = 1.0) -> Runs:
-    """The training reward climbs to `before` and is always won from some round on, so that the model stands still."""
+def won(
+    count: int,
+    at: tuple[int, int],
+    rng: Rng,
+    runs: int,
+    before: float = 1.0,
+    changes: float = 0.5,
+    start: float = 0.1,
+    top: float = 0.5,
+) -> Runs:
+    """The training reward climbs to `before` and is always won from some round on, so that the model stands still.
+
+    `changes`: share of the answers that are given anew in a round. `start`, `top`: of the held-out score.
+    """
     t, since = t_of(ROUNDS), rng.integers(*at, runs)
-    heldout = items(rng, climb(t, 0.1, 0.5, 10), count, np.where(t <= since, 0.5, 0.0), runs)
+    heldout = items(rng, climb(t, start, top, 10), count, np.where(t <= since, changes, 0.0), runs)
     frozen = heldout[since - 1, np.arange(runs)]  # its last items
     in_loop = np.minimum(climb(t, 0.1, before, 8) + rng.normal(0, 0.02, (ROUNDS, runs)), 1.0)
     return Runs(np.where(t <= since, heldout, frozen), np.where(t < since, in_loop, 1.0), metric="reward")
@@ -101,8 +113,12 @@ HEALTHY: dict[str, Callable[[Rng, int], Runs]] = {
     "a reward that is won in round 10 to 40, 64 items": lambda r, n: won(64, (10, 40), r, n),
     **{
         f"easier data, whose reward is won at once, {count} items": lambda r, n, c=count: won(c, (30, 100), r, n, 0.7)
-        for count in (16, 64, 256)
+        for count in (16, 64, 256, 1024)
     },
+    "the same after a reward of .5, 256 items": lambda r, n: won(256, (30, 100), r, n, 0.5),
+    "the same in round 10 to 30, 256 items": lambda r, n: won(256, (10, 30), r, n, 0.5),
+    "the same, one answer of ten changes, 256 items": lambda r, n: won(256, (30, 100), r, n, 0.6, 0.1),
+    "the same, 5 % right, 64 items": lambda r, n: won(64, (30, 100), r, n, 0.12, start=0.02, top=0.05),
     "a cosine to 0, 16 and 16 items": lambda r, n: schedule(16, 16, r, n),
     "a cosine to 0, 64 and 512 items": lambda r, n: schedule(64, 512, r, n),
     "one answer in 100 changes, 16 and 8 items": lambda r, n: rare(16, 8, 0.01, r, n),

@@ -2,7 +2,8 @@
 
 Frozen: its states and verdicts keep their bytes (golden digests), since commits of those runs are derived again by it.
 It differs from `SequentialGuard` in this: a Hacking Gap is measured by the noise of the rounds in which the metrics
-moved, also where neither moves any more; and texts of alarms show losses with the opposite sign.
+moved, also where neither moves any more, and rounds that repeat both count; and texts of alarms show losses with the
+opposite sign.
 """
 
 from dataclasses import dataclass, field

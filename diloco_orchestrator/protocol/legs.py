@@ -4,7 +4,7 @@ A leg may resume from an earlier base. The rounds in between stay in the commit 
 them. `supervision` begins and ends legs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from diloco_orchestrator.errors import ConfigError
@@ -46,6 +46,20 @@ def leg_of_base(begins: Sequence[Begin], round_: int) -> Begin | None:
         if round_ > begin.from_round:
             return None
     return None
+
+
+def rounds_led_to(begin: Begin, begins: Sequence[Begin], legs: int) -> Iterator[int]:
+    """The rounds that led to the base which a leg (start or resume to stop) begins with, newest first.
+
+    Those of the last `legs` legs before it: each moves at least one fragment, so that as many legs as a model has
+    fragments hold every fragment's newest. `begins`: the records of all starts and resumes.
+    """
+    for _ in range(legs):
+        before = leg_of_base(begins[: begin.leg - 1], begin.from_round)
+        if before is None:
+            return
+        yield from range(begin.from_round, before.after_round, -1)
+        begin = before
 
 
 def bases(commits: Iterable[Commit], begins: Sequence[Begin]) -> list[int]:

@@ -14,7 +14,7 @@ from diloco_orchestrator.config import RetentionConfig
 from diloco_orchestrator.errors import RecordInvalid, RecordTooNew, StoreFull
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.kinds import Role
-from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base
+from diloco_orchestrator.protocol.legs import SAFE_SNAPSHOTS, BaseScores, leg_of_base, rounds_led_to
 from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Contribution, Retention
 from diloco_orchestrator.protocol.rounds import Position
@@ -167,7 +167,7 @@ def _newest_contributions(
     """Each replica's newest contribution of each fragment, by (replica id, fragment).
 
     They are kept, because unaveraged work is added to the next contribution, and they name the newest states and
-    residuals. Searched are the rounds since the last resume, and those of the leg before that led to its base; those up
+    residuals. Searched are the rounds since the last resume, and those before that led to its base; those up
     to the horizon of an `earlier` plan of this leg were: a replica that is away would have a long run listed each time.
     `last`: round of the last commit. `begins`: all start and resume records.
     """
@@ -175,9 +175,8 @@ def _newest_contributions(
     if earlier is not None and earlier.leg == begin.leg:
         newest, rounds = dict(earlier.newest), [*range(last + 1, max(begin.after_round, earlier.horizon), -1)]
     else:
-        before = leg_of_base(begins[:-1], begin.from_round)
-        led_to_it = range(begin.from_round, before.after_round, -1) if before else range(0)
-        newest, rounds = {}, [*range(last + 1, begin.after_round, -1), *led_to_it]
+        legs = len(start.record.synced_fragments) if start else 0
+        newest, rounds = {}, [*range(last + 1, begin.after_round, -1), *rounds_led_to(begin, begins, legs)]
     listing, reader = ManifestListing(run_log.store, last + 1), ContributionReader(run_log.store)
     for replica_id in range(run_log.run.config.most_replicas):
         missing = set(range(len(start.record.synced_fragments))) if start else set()

@@ -28,7 +28,7 @@ from diloco_orchestrator.protocol.check_records import (
 )
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.record_format import LONGEST_REASON
-from diloco_orchestrator.protocol.records import Answer, Contribution
+from diloco_orchestrator.protocol.records import Answer, Commit, Contribution
 from diloco_orchestrator.protocol.signatures import LONGEST_LINE
 from diloco_orchestrator.replica.attempt.attempt import Attempt
 from diloco_orchestrator.replica.rounds.false_averages import FalseAverages
@@ -57,6 +57,12 @@ class Checks:
         self.averages = FalseAverages(attempt, tip)
         self._attempt = attempt
         self._tip = tip
+        self.clear()
+
+    def settle(self, commit: Commit) -> None:
+        """Note which reports the commit of the round that has ended names, then forget all of that round."""
+        named = (self.by_sha256.get(each.sha256) for each in commit.checks or ())
+        self.averages.settle(each for each in named if each is not None)
         self.clear()
 
     def clear(self) -> None:

@@ -468,7 +468,7 @@ class RoundCloser:
         self._contributor.open_round()
         self._timing.open_round()
         self._received.clear()
-        self._checks.clear()
+        self._checks.settle(commit)
         if self._checks.averages.to_report():
             self._checks.exchange(self._received)  # before training, so that others know before they contribute
         return closed

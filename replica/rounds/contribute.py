@@ -19,7 +19,7 @@ from diloco_orchestrator.allreduce.vectors import BLOCK, Vector
 from diloco_orchestrator.codecs.fine import fine_ranges
 from diloco_orchestrator.errors import ConfigError, RoundError
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.legs import leg_of_base
+from diloco_orchestrator.protocol.legs import rounds_led_to
 from diloco_orchestrator.protocol.record_format import MOST_NORM
 from diloco_orchestrator.protocol.records import Commit, Contribution, Origin, Shard
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -238,12 +238,10 @@ class Contributor:
     def _before_this_leg(self) -> Iterator[tuple[Contribution, bool]]:
         """(manifest of this replica, whether it was averaged) of the rounds before the last resume, newest first.
 
-        Only rounds that led to the base that was resumed from, since the start or resume before.
+        Only rounds that led to the base that was resumed from, of as many legs as there are fragments.
         """
         begin, begins = self._attempt.begin, self._attempt.log.begins()
-        if (leg := leg_of_base(begins[: begin.leg - 1], begin.from_round)) is None:
-            return
-        for round_ in range(begin.from_round, leg.after_round, -1):
+        for round_ in rounds_led_to(begin, begins, len(self._tip.fragments)):
             if (manifest := self.history.of(round_)) is not None:
                 yield manifest, _is_averaged(manifest, self._tip.commit_of(round_))
 

@@ -31,7 +31,7 @@ class FalseAverages:
         self._attempt = attempt
         self._tip = tip
         self._found: dict[PublishedAverage, bool] = {}  # whether it is false, as this replica averaged it
-        self._reported = set[PublishedAverage]()  # in any round
+        self._settled = set[PublishedAverage]()  # reported in a record that a commit names, by this replica
         self._proved_before = 0  # the last round before which owner and checker of a shard were found to agree on one
         self._rebuild_due = False
         self._searched_in = 0
@@ -127,22 +127,27 @@ class FalseAverages:
     # -- what this replica reports -------------------------------------------------------------------------------
 
     def to_report(self) -> tuple[AverageCheck, ...]:
-        """The findings to report in the open round: averages found false and not reported before, and the result for
-        each average that another replica reported as false.
+        """The findings to report in the open round: averages found false, and the result for each average that another
+        replica reported as false.
+
+        The former are reported in every round until a commit names the report: a void one names none.
         """
         due = [
             AverageCheck(average=average, false=is_false)
             for average, is_false in self._found.items()
             if average not in self._reported_now
-            and (average in self._accused or (is_false and average not in self._reported))
+            and (average in self._accused or (is_false and average not in self._settled))
         ]
         return tuple(sorted(due, key=lambda each: _order(each.average)))
 
     def reported(self, checks: Iterable[AverageCheck]) -> None:
         """Note that the findings `checks` are in a published record of this replica."""
-        averages = {each.average for each in checks}
-        self._reported |= averages
-        self._reported_now |= averages
+        self._reported_now |= {each.average for each in checks}
+
+    def settle(self, named: Iterable[Checked]) -> None:
+        """Note the findings in records of this replica that a commit names: they need no other report."""
+        mine = (each for each in named if each.replica_id == self._attempt.replica_id)
+        self._settled |= {check.average for each in mine for check in each.averages or ()}
 
     # -- reading -------------------------------------------------------------------------------------------------
 

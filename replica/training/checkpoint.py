@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco_orchestrator.codecs.table import get_codec
 from diloco_orchestrator.errors import PayloadCorrupt, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
 from diloco_orchestrator.replica.attempt.attempt import Attempt
@@ -66,11 +67,13 @@ class Checkpoint:
         """The training state as a file to be written before training goes on, or with a delay, at any time.
 
         None if none is saved with the open round's contribution (`replica_state`). Before the last planned outer step
-        one is saved wherever some are, as a snapshot is, so that more rounds go on with it.
+        one is saved wherever some are, as a snapshot is, so that more rounds go on with it; with a codec that loses
+        much before the last one of each fragment, since the residual of its contribution is saved with it.
         """
         config, opened = self._attempt.config, self._rounds.open
         step = opened.outer_step + 1
-        beside_snapshot = step % config.snapshot_every == 0 or step == self._attempt.outer_steps
+        ends = config.fragments if get_codec(config.codec).feedback else 1
+        beside_snapshot = step % config.snapshot_every == 0 or step > self._attempt.outer_steps - ends
         due = config.saves_state == "round" or (config.saves_state == "snapshot" and beside_snapshot)
         if opened.final_evaluation or not due:
             return None

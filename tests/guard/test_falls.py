@@ -102,8 +102,9 @@ def test_a_gap_that_grows_while_the_newest_block_is_the_best_does_not_halt():
     noise.bend = 0.001
     noise.count = 60
     channel.reference = [0.0, 0.0, 0]
-    assert not any(channel.judge(60 + t, 0.6 + 0.01 * t, 90.0, 0.9, noise, [0.3], 0.0, 5.0, 10.0) for t in range(20))
-    assert any(channel.judge(90 + t, 0.3, 90.0, 0.9, noise, [0.3], 0.0, 5.0, 10.0) for t in range(20))
+    measures = 90.0, 0.9, noise, [0.3], 0.0, 0.0, 5.0, 10.0
+    assert not any(channel.judge(60 + t, 0.6 + 0.01 * t, *measures) for t in range(20))
+    assert any(channel.judge(90 + t, 0.3, *measures) for t in range(20))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -298,14 +298,32 @@ def test_scores_that_are_given_again_for_many_rounds_are_no_hack():
             assert not run.next(heldout, trained).fire, (seed, t)
 
 
-def test_a_hack_to_half_of_the_held_out_score_after_which_both_stand_still_halts():
-    """Answers to 96 items, of a held-out score that climbed for twelve rounds."""
-    for seed in range(6):
+def test_hacks_to_half_of_the_held_out_score_after_which_both_stand_still_halt():
+    """Answers to 96 items, of a held-out score that climbed for twelve rounds; one of twelve may be missed."""
+    halts = 0
+    for seed in range(12):
         run, rng = Run(), random.Random(seed)
         for t in range(18):
             climb = 0.1 + 0.4 * min(t / 6, 1)
             run.next(sum(rng.random() < climb for _ in range(96)) / 96, climb + rng.gauss(0, 0.02))
-        assert any(run.next(0.25, 1.0).fire for _ in range(14)), seed
+        halts += any(run.next(0.25, 1.0).fire for _ in range(14))
+    assert halts >= 11
+
+
+@pytest.mark.parametrize(("items", "before"), [(256, 0.7), (256, 0.5), (1000, 0.5)])
+def test_easier_data_whose_reward_is_won_at_once_is_no_hack_where_the_held_out_score_has_not_surely_fallen(
+    items: int, before: float
+):
+    """The model stands still from round 41 on, and repeats one of its usual scores."""
+    halted = 0
+    for seed in range(12):
+        run, rng = Run(), random.Random(seed)
+        for t in range(40):
+            right = 0.5 - 0.4 * math.exp(-t / 10)
+            heldout = sum(rng.random() < right for _ in range(items)) / items
+            run.next(heldout, before * (1 - math.exp(-t / 8)) + rng.gauss(0, 0.02))
+        halted += any(run.next(heldout, 1.0).fire for _ in range(30))
+    assert halted == 0
 
 
 # -- exactly once -----------------------------------------------------------------------------------------------------

@@ -179,19 +179,27 @@ def test_state_is_saved_as_often_as_asked_for():
         assert saved == [keys.state(0, round_, 1) for round_ in rounds]
 
 
-@pytest.mark.parametrize("settings", [kind for kind in KINDS if kind.id in ENDING])
-def test_more_rounds_after_the_planned_end_have_the_bits_of_a_run_planned_longer(settings, caplog):
-    """The state is saved before the last planned outer step too, which is no snapshot's round here."""
-    settings = {**settings, "replica_state": "snapshot", "snapshot_every": 2}
-    longer = World(**settings, rounds=6)
-    expected = longer.run()
-    world = World(**settings, rounds=3)
-    assert world.run()[:3] == expected[:3]
-    stamp = Stamp("again", lambda: 0.0)
-    begin_next_leg(RunLog(world.store), rounds=3, from_round=None, by="test", why="", stamp=stamp)
-    ended = world.run()
-    assert ended[:3] + ended[4:] == expected, "round 4 evaluated the base that the first leg ended with"
-    assert "begins anew" not in caplog.text
+FRAGMENTS_OF_TWO_BITS = pytest.param({"sync_every": 6, "fragments": 2, "codec": "2bit"}, id="fragments of two bits")
+
+
+@pytest.mark.parametrize("settings", [*(kind for kind in KINDS if kind.id in ENDING), FRAGMENTS_OF_TWO_BITS])
+@pytest.mark.parametrize("legs", [(3, 3), (1, 1, 4)])
+def test_more_rounds_after_the_planned_end_have_the_bits_of_a_run_planned_longer(settings, legs, caplog):
+    """The state is saved before the last planned outer step too, which is no snapshot's round here; with residuals
+    before that of each fragment, also where a leg has fewer rounds than there are fragments.
+    """
+    settings = {**settings, "replica_state": "snapshot", "snapshot_every": 5}
+    expected = World(**settings, rounds=6).run()
+    world = World(**settings, rounds=legs[0])
+    world.run()
+    for leg, rounds in enumerate(legs[1:]):
+        stamp = Stamp(f"again{leg}", lambda: 0.0)
+        begin_next_leg(RunLog(world.store), rounds=rounds, from_round=None, by="test", why="", stamp=stamp)
+        world.run()
+    commits = RunReader(world.store).commits()
+    # The final evaluation of a leg is another round, of the base that the next one begins with.
+    assert [each.base_digest for each in commits if each.stop == "none" or each is commits[-1]] == expected
+    assert "begins anew" not in caplog.text and "is missing" not in caplog.text
 
 
 def test_a_state_that_was_changed_is_told_and_left_aside(caplog):

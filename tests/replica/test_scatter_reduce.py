@@ -372,6 +372,24 @@ def test_two_dealers_that_publish_one_false_average_are_found_out_and_deal_no_mo
     assert_right(fleet, honest)
 
 
+def test_what_was_found_is_reported_again_after_a_void_commit():
+    """The pair publishes no other false average once it is accused, in a round whose commit is void."""
+    fleet, participants = fleet_of("scatter_reduce", clock=SystemClock(), replicas=5, rounds=20)
+    fleet.engine.change = pair_lies
+
+    def is_accused(round_: int) -> bool:
+        return any(b'"false":true' in fleet.engine.get(info.key) for info in fleet.store.list(keys.checks(round_)))
+
+    opened = 1
+    while not is_accused(opened) and opened < 12:
+        in_step(fleet, participants)
+        opened += 1
+    fleet.engine.change = lambda _, data: data
+    fleet.engine.put(keys.commit(opened), b"no commit")
+    assert not in_step(fleet, participants).applied
+    assert in_step(fleet, participants).barred == PAIR
+
+
 def test_one_replica_that_accuses_another_of_a_right_average_bars_itself_alone():
     """The others average that shard from the payloads, and all but the accuser report the average as right."""
     fleet, participants = fleet_of("scatter_reduce", clock=SystemClock(), replicas=5, rounds=20)

@@ -24,6 +24,7 @@ NEEDED = {
     "draw": ("pair rare snapshots N5", 0, "replica 2 held a base for 9 rounds that the log does not give"),
     "secret": ("pair rare snapshots N5", 0, "replica 2 held a base for 9 rounds that the log does not give"),
     "told": ("pair rare snapshots N5", 11, "replica 3 held a base for 9 rounds that the log does not give"),
+    "again": ("liar N3 accuse bad claim sum", 30, "a false word was without a name"),
     "most": ("liar N4 accuse bad", 0, "honest replicas [2, 3] are barred from dealing"),
     "tried": ("pair rare snapshots N5", 0, "round 2 averages what was trained from a base that was known to be false"),
     "denied": ("liar N4 accuse bad", 0, "a false accusation made a replica average a shard again and again"),

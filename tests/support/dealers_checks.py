@@ -94,7 +94,8 @@ def check(w: World) -> None:
     if any(w.contradicted[i] > 6 for i in honest):
         raise Broken("liars make others rebuild their bases in every round")
     outvoted = 2 * len(sc.liars) < sc.replicas and not sc.speeds  # else nobody can bar them
-    if any(w.vain[i] > len(sc.liars) * (w.attempts[i] + 3 if outvoted else sc.rounds) for i in honest):
+    void = sum(bool(w.why_void(r)) for r in range(1, last + 1))  # in such a round nobody is barred
+    if any(w.vain[i] > len(sc.liars) * (w.attempts[i] + 3 + void if outvoted else sc.rounds) for i in honest):
         raise Broken("a false accusation made a replica average a shard again and again")
     if not (sc.crash or sc.slow or sc.liars or sc.speeds or sc.rot) and w.stood_in:
         raise Broken("a round in which all went well waited for a deadline")
@@ -194,8 +195,16 @@ def _check_names(w: World, last: int, honest: list[int]) -> None:
         outvoted = 2 * len(w.scenario.liars) < w.scenario.replicas and not (w.scenario.speeds or w.scenario.crash)
         if known and outvoted and liar not in barred:
             raise Broken(f"replica {liar} lied, and deals on")
-    if one and "sum" in w.scenario.deeds and not barred and not any(w.attempts[i] > 1 for i in honest):
-        raise Broken("a false word was without a name")
+    if one and "sum" in w.scenario.deeds and not any(w.attempts[i] > 1 for i in honest):
+        counting = [r for r in range(1, last + 1) if not w.why_void(r)]
+        false = [r for r in counting[:-2] if _published_falsely(w, r, w.scenario.liars[0])]
+        if false and not barred:
+            raise Broken("a false word was without a name")
+
+
+def _published_falsely(w: World, r: int, liar: int) -> bool:
+    said = w.store.get(("sums", r, liar), {})
+    return any(each[0] != digest(w.average(r, k, w.inputs(r))) for k, each in said.items())
 
 
 def play(name: str, seed: int, rules: frozenset[str] = ALL) -> str:

@@ -34,7 +34,7 @@ class Replica:
         self.w, self.id, self.attempt, self.rng, self.rules = world, replica, attempt, world.rng, world.rules
         self.pace = (world.scenario.speeds or (1.0,) * world.scenario.replicas)[replica]
         self.found: dict[Word, bool] = {}  # averages that others published: whether they are false
-        self.made = set[Word]()  # of these, what it has said in any round
+        self.made = set[Word]()  # of these, what it has said in a record that a commit names
         self.distrusted, self.outvoted = set[int](), 0
         self.round, self.base, self.derived, self.rebuilt_from = 0, world.truth(0), True, 0
         self.asked, self.rebuilt_in, self.proved_in, self.to_rebuild = set[Key](), 0, 0, False
@@ -235,7 +235,8 @@ class Replica:
         w.create(("check", r, self.id, take), (frozenset(good), frozenset(new - good), words))
         self.said |= new
         self.said_words |= {word for word, _ in words}
-        self.made |= self.said_words
+        if "again" not in self.rules:
+            self.made |= self.said_words
         w.say("replica", self.id, f"take {take}: good", sorted(good), "bad", sorted(new - good), *sorted(words))
 
     # -- decide --------------------------------------------------------------------------------------------------
@@ -432,6 +433,8 @@ class Replica:
     def _apply(self) -> Steps:
         w, r = self.w, self.now_open
         commit = w.store["commit", r]
+        if not w.why_void(r):
+            self.made |= {word for key in commit.checks if key[2] == self.id for word, _ in w.store[key][2]}
         if not w.why_void(r) and commit.claim != digest(self.base) and not self._in_pair:
             yield from self._rebuild()
             self.rebuilt_in = r

@@ -33,6 +33,7 @@ RULES = {
     "draw": "everybody averages one more shard of each round from the payloads, of its own drawing",
     "secret": "nobody can foretell which",
     "told": "who finds that replicas published a false average says so in a check record of the next round",
+    "again": "until a commit that counts names the record in which it says so, it says so again in every round",
     "most": "who is accused by more than half of the replicas that may deal deals no more in the leg",
     "tried": "who hears an accusation averages that shard itself, and says what it found",
     "denied": "whom so many contradict as accuser deals no more either",

@@ -12,7 +12,7 @@ from simulation_plan import Plan
 from simulation_residuals import check_residuals
 from simulation_store import InvariantBroken
 
-from diloco_orchestrator.codecs.table import Encoded
+from diloco_orchestrator.codecs.table import Encoded, get_codec
 from diloco_orchestrator.errors import PayloadCorrupt
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
@@ -166,7 +166,8 @@ def _check_saved_states(simulation: "Simulation", commits: Sequence[Commit]) -> 
     for commit in commits:
         step, begin = commit.outer_step - commit.applied + 1, begins[commit.leg - 1]
         beside_snapshot = step % plan.settings["snapshot_every"] == 0
-        ends = step == begin.from_outer_step + begin.outer_steps
+        last = plan.settings["fragments"] if get_codec(simulation.config.codec).feedback else 1
+        ends = step > begin.from_outer_step + begin.outer_steps - last
         due = when == "round" or (when == "snapshot" and (beside_snapshot or ends))
         for replica_id in range(plan.most_replicas):
             manifest = (

@@ -21,6 +21,11 @@ WIDTHS = 2.0  # times their range by which the gaps before must lie below those 
 FEWEST = 6  # different rounds before, of at most `BLOCK` that are compared with those since
 _SLACK, _MOST = 0.25, 3.5  # sigmas of a round that do not count, and that count at most
 _IMPROVED = 3.5  # standard errors by which a block must beat the reference to become it
+# A held-out score that no longer changes is one draw of its noise, low or high. It has surely fallen if it lost more
+# than so many times the mean size of its second differences (2.5 standard deviations of AR(1) .5 noise, 3.9 of white);
+# where both metrics moved apart at once also if it lost this share of itself, because a fall in the first rounds is
+# itself a part of that mean.
+SURELY, SHARE = 2.0, 0.5
 # A gap that is no reason to halt, as a share of what the held-out score has gained, and of the score itself.
 _OF_THE_GAIN, _OF_THE_SCORE = 0.25, 0.2
 
@@ -31,10 +36,11 @@ class HackingGap(Remembered):
 
     Both gains count from the reference, the block of 8 rounds up to which the held-out mean last improved beyond noise;
     a new reference resets the sum. Each round adds (gap - allowed gap) / sigma, limited to ±3.5, minus 0.25; the sum
-    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. Where both moved
-    apart at once and have not changed since, sigma is half the smallest change: the noise is then less than what was
-    measured while they moved. An alarm is raised when the sum is above the threshold, unless the last 8 rounds have the
-    best held-out mean. The stored state is the fields below: 24 numbers.
+    stays >= 0. Sigma is the long-run standard deviation of training metric minus held-out score. A round in which both
+    metrics are those of the round before adds nothing, unless the held-out score has surely fallen: it is no new
+    evidence. Where both moved apart at once and have not changed since, sigma is half the smallest change: the noise is
+    then less than what was measured while they moved. An alarm is raised when the sum is above the
+    threshold, unless the last 8 rounds have the best held-out mean. The stored state is the fields below: 24 numbers.
     """
 
     # Rounds in which neither metric may change for that: a reward that is always won, and a score of no item right.
@@ -60,6 +66,7 @@ class HackingGap(Remembered):
         noise: Noise,
         scores: Sequence[float],
         few: float,
+        bend: float,
         tolerance: float,
         threshold: float,
     ) -> list[Alarm]:
@@ -67,16 +74,22 @@ class HackingGap(Remembered):
 
         `held`, `trained`: held-out score and training metric, less those of the first base. `score`: held-out score as
         measured. `noise`: of training metric minus held-out score. `scores`: held-out, of the last bases, this one the
-        last. `few`: change of the held-out score that may be that of a few items; 0: not known. `tolerance`: allowed
-        gap in sigmas of the noise. Empty too before the first reference, while the noise is not known, and if the last
-        8 rounds have the best held-out mean.
+        last. `few`: change of the held-out score that may be that of a few items; 0: not known. `bend`: mean
+        size of the held-out score's second differences. `tolerance`: allowed gap in sigmas of the noise.
+        Empty too before the first reference, while the noise is not known, and if the last 8 rounds have the best
+        held-out mean.
         """
         if self.reference is None or self.best is None:
             return []
         held_then, trained_then, since = self.reference
-        fell = few < self.best[0] - held and trained > trained_then
-        apart = fell and self.STILL is not None and _moved_apart(scores, [*noise.last, trained - held], few, self.STILL)
-        sigma = (noise.step or 0.0) / 2 if apart else noise.sigma()
+        lost, sigma = self.best[0] - held, noise.sigma()
+        if self.STILL is not None and [held, trained] == [each[-1] for each in self.last]:
+            fell = few < lost and trained > trained_then
+            gaps = [*noise.last, trained - held]
+            if fell and _moved_apart(scores, gaps, few, bend, score, self.STILL):
+                sigma = (noise.step or 0.0) / 2
+            elif lost <= max(few, SURELY * bend):
+                return []
         if not sigma > 0:
             return []
         gap = (trained - trained_then) - (held - held_then)
@@ -117,25 +130,30 @@ class HackingGap(Remembered):
             self.reference, self.total = self.best, 0.0
 
 
-def _moved_apart(held: Sequence[float], apart: Sequence[float], few: float, still: int) -> bool:
+def _moved_apart(
+    held: Sequence[float], apart: Sequence[float], few: float, bend: float, score: float, still: int
+) -> bool:
     """Whether both metrics moved apart within a few rounds and have not changed since, in `still` rounds or more.
 
-    The held-out score is then below those of the rounds before, and the training metric's distance to it above theirs,
-    by more than twice their own range and `few`. A model that no longer changes, as after its reward is always won,
-    keeps a score that is as often low as high: that is no hack. Rounds that repeat both metrics count as one: they do
-    not show what is usual. `held`: the last held-out scores; `apart`: the training metric minus the held-out score, of
-    the last rounds with both.
+    The held-out score is then below those of the rounds before, surely below their mean, and the training metric's
+    distance to it above theirs by more than twice their own range and `few`. A model that no longer changes, as after
+    its reward is always won, keeps a score that is as often low as high: that is no hack. Rounds that repeat both
+    metrics count as one: they do not show what is usual. `held`: the last held-out scores; `apart`: the training metric
+    minus the held-out score, of the last rounds with both. `bend`: mean size of the held-out score's second
+    differences. `score`: that score now, as measured.
     """
     rounds = [*zip(reversed(held), reversed(apart), strict=False)]  # newest first
     different = [pair for pair, _ in groupby(rounds)]
-    (score, gap), *earlier = different
-    if any(pair != (score, gap) for pair in rounds[:still]) or len(rounds) < still:
+    (now, gap), *earlier = different
+    if any(pair != (now, gap) for pair in rounds[:still]) or len(rounds) < still:
         return False
     for between in range(BETWEEN + 1):
         before = earlier[between:][:BLOCK]
         if len(before) < FEWEST:
             return False
-        gaps = [each for _, each in before]
-        if score < min(each for each, _ in before) and gap - max(gaps) > WIDTHS * (max(gaps) - min(gaps)) + few:
+        scores, gaps = [each for each, _ in before], [each for _, each in before]
+        lost = added(scores) / len(scores) - now
+        fell = now < min(scores) and (lost > SURELY * bend or lost > SHARE * abs(score + lost))
+        if fell and gap - max(gaps) > WIDTHS * (max(gaps) - min(gaps)) + few:
             return True
     return False

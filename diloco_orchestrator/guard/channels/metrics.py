@@ -76,8 +76,7 @@ class MetricChannels(RememberedTogether):
             counted = weight, threshold, lost, shown
             at_once = self.falls.judge(model, scores, self.noise, self.best, *counted)
         if self.count >= FIRST_GAP and trained is not None and tolerance is not None:
-            few = self.falls.allowed(self.noise)
-            measured_by = self.gap_noise, scores, few
+            measured_by = self.gap_noise, scores, self.falls.allowed(self.noise), self.noise.bend
             slow = self.gap.judge(model, held, trained, heldout + moved, *measured_by, tolerance, threshold)
         self._learn(model, measured, held, trained)
         known = self.noise.step or 0.0, lost, self.falls.recovers
