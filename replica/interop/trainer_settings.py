@@ -143,7 +143,8 @@ def batches_in_a_row(trainer: Any) -> int:
     one replica all long items and another all short ones.
     """
     args = trainer.args
-    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+    generates = getattr(args, "steps_per_generation", None)  # with a sampler of its own
+    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance" and not generates
     return int(args.gradient_accumulation_steps) if sorts else rollout_steps(trainer)
 
 

@@ -7,7 +7,7 @@ import base64
 import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,15 @@ from diloco_orchestrator.replica.training.small_state import LIMIT
 from diloco_orchestrator.replica.training.tensor_tree import check_packable, pack, unpack
 
 _OWN = "own"  # in the saved states of random generators: those of the data's parts, beside its own
+_RANKS = "ranks"  # in them: those of the data of the replica's other ranks
 _DEPTH = 4  # of parts in parts of a loader, such as the sampler in its batch sampler
+
+
+def drawn_by_ranks(cursor: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The `drawn` that `TrainingPosition.progress` got for a manifest with this data cursor; empty without one."""
+    chance = cursor.get("chance")
+    found: Sequence[Mapping[str, Any]] = chance.get(_RANKS, ()) if isinstance(chance, dict) else ()
+    return found
 
 
 def has_position(data: Any) -> bool:
@@ -232,10 +240,16 @@ class TrainingPosition:
         self._seek()
         return batches
 
-    def progress(self, stateful: str) -> Progress:
-        """The present position in data, random numbers and step counts. `stateful`: the encoded small state."""
+    def progress(self, stateful: str, drawn: Sequence[Mapping[str, Any]] = ()) -> Progress:
+        """The present position in data, random numbers and step counts.
+
+        `stateful`: the encoded small state. `drawn`: that of each other rank of the replica (`RankMetrics`).
+        """
+        cursor = self._cursor_position()
+        if any(drawn) and isinstance(chance := cursor.get("chance"), dict):
+            cursor = {**cursor, "chance": {**chance, _RANKS: [dict(each) for each in drawn]}}
         return Progress(
-            cursor=self._cursor_position(),
+            cursor=cursor,
             rng=rng.capture(),
             inner_steps=self._metrics.total_inner_steps,
             tokens=self._metrics.total_tokens,

@@ -368,6 +368,8 @@ def test_no_replica_gets_all_the_long_items_of_a_sampler_that_sorts_each_accumul
         windows = [next(stream) + next(stream) for _ in range(2)]
         assert [len(window) for window in windows] == [4, 4] and len({*windows[0], *windows[1]}) == 8
     assert batches_in_a_row(trainer_with(gradient_accumulation_steps=2)) == 1
+    generates = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}  # by a sampler of its own
+    assert batches_in_a_row(trainer_with(train_sampling_strategy="batch_rebalance", **generates)) == 4
 
 
 def test_the_stream_ends_when_training_has_ended_and_an_empty_loader_is_refused():
