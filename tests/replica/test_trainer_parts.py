@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback
 
@@ -472,6 +474,7 @@ def trainer_with(**args: Any) -> Any:
             "accelerator",
             "model",
             "callback_handler",
+            "lr_scheduler",
         )
         if name in args
     }
@@ -495,6 +498,7 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
         ({"lr_scheduler_type": "greedy"}, 'greedy.*Set another, such as "linear"'),
+        ({"lr_scheduler": ReduceLROnPlateau(SGD([torch.ones(1)]))}, 'ReduceLROnPlateau.*Set another, such as "linear"'),
         ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
         ({"callback_handler": SimpleNamespace(callbacks=[EarlyStoppingCallback()])}, "EarlyStopping.*Take it out"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
