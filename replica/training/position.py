@@ -38,10 +38,11 @@ def drawn_by_ranks(cursor: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def has_position(data: Any) -> bool:
     """Whether data saves and restores its own position.
 
-    accelerate's loaders all have the methods for that, which work where the loader inside them has them too.
+    accelerate's loaders have the methods, but draw what an epoch begins with at its first batch, so that a restored one
+    would draw other numbers: their batches are skipped.
     """
-    inside = data, getattr(data, "base_dataloader", data)
-    return all(hasattr(each, "state_dict") and hasattr(each, "load_state_dict") for each in inside)
+    stateful = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    return stateful and not hasattr(data, "base_dataloader")
 
 
 class DataCursor:

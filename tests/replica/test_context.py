@@ -392,12 +392,16 @@ def test_set_epoch_is_called_where_it_takes_a_number_and_not_beneath_it():
     assert drawn(torch.utils.data.DataLoader(part)) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
 
 
-def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_restart():
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "a loader with a state"])
+def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_restart(stateful: bool):
     """Its methods for a position raised an AttributeError at the end of the first round."""
     accelerator = pytest.importorskip("accelerate", reason="the extra [trl] is not installed").Accelerator(cpu=True)
 
     def cursor() -> DataCursor:
-        return DataCursor(accelerator.prepare(torch.utils.data.DataLoader(range(5), shuffle=True)))  # type: ignore[arg-type]
+        loader: Any = torch.utils.data.DataLoader(range(5), shuffle=True)  # type: ignore[arg-type]
+        if stateful:  # as torchdata's, which goes on in another order where accelerate restores it
+            loader.state_dict, loader.load_state_dict = dict, lambda state: None
+        return DataCursor(accelerator.prepare(loader))
 
     torch.manual_seed(3)
     straight = cursor()
