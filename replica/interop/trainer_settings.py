@@ -12,6 +12,9 @@ from diloco_orchestrator.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+# Schedules that go by the trainer's evaluations: names of settings, and of classes.
+_BY_EVALUATIONS = ("reduce_lr_on_plateau", "greedy", "ReduceLROnPlateau", "GreedyLR")
+
 
 def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | None = None) -> None:
     """Raise `ConfigError`, naming setting, value and remedy, for a trainer that cannot be a replica.
@@ -52,9 +55,11 @@ def check_trainer(trainer: Any, config: RunConfig, ranks: int = 1, said: int | N
             "auto_find_batch_size=True begins training anew with another batch size. Set "
             "auto_find_batch_size=False and a per_device_train_batch_size that fits."
         )
-    if (schedule := _text(getattr(args, "lr_scheduler_type", ""))) in ("reduce_lr_on_plateau", "greedy"):
+    given = type(getattr(trainer, "lr_scheduler", None)).__name__  # by the user, in optimizers=
+    if (schedule := _text(getattr(args, "lr_scheduler_type", ""))) in _BY_EVALUATIONS or given in _BY_EVALUATIONS:
+        which = f'lr_scheduler_type="{schedule}"' if schedule in _BY_EVALUATIONS else f"a {given} as schedule"
         raise ConfigError(
-            f'lr_scheduler_type="{schedule}": each replica would follow evaluations of its own model, and a '
+            f"{which}: each replica would follow evaluations of its own model, and a "
             'restarted one has not all of them. Set another, such as "linear" or "constant".'
         )
     if getattr(args, "sync_ref_model", False):
@@ -143,7 +148,8 @@ def batches_in_a_row(trainer: Any) -> int:
     one replica all long items and another all short ones.
     """
     args = trainer.args
-    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+    generates = getattr(args, "steps_per_generation", None)  # with a sampler of its own
+    sorts = getattr(args, "train_sampling_strategy", "") == "batch_rebalance" and not generates
     return int(args.gradient_accumulation_steps) if sorts else rollout_steps(trainer)
 
 

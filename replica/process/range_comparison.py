@@ -94,8 +94,11 @@ def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[An
     They are the facts in `EXACT` and `SAME_CLASS`, from the manifests `recorded` and `found`.
     """
 
+    drawn = _chance(recorded).keys()  # an earlier version wrote fewer random states, or none
+
     def of(manifest: Contribution) -> dict[str, Any]:
         progress = manifest.progress
+        chance = {name: state for name, state in _chance(manifest).items() if name in drawn}
         return {
             "base": (manifest.base_digest, manifest.fragment),
             "steps": manifest.origins,
@@ -107,7 +110,7 @@ def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[An
             "payload": manifest.payload and tuple(shard.digest for shard in manifest.payload.shards),
             "state": manifest.state and manifest.state.digest,
             "buffers": manifest.buffers and manifest.buffers.digest,
-            "random state": progress and (progress.rng, progress.cursor.get("chance")),
+            "random state": progress and (progress.rng, chance),
             "schedules": progress and progress.stateful,
             "scores": (manifest.scores, manifest.local_scores, manifest.vault),
             "training metric": manifest.in_loop,
@@ -115,6 +118,12 @@ def _facts(recorded: Contribution, found: Contribution) -> Mapping[str, tuple[An
 
     theirs, mine = of(recorded), of(found)
     return {name: (theirs[name], mine[name]) for name in (*EXACT, *SAME_CLASS)}
+
+
+def _chance(manifest: Contribution) -> Mapping[str, Any]:
+    """The states of random generators in a manifest's data cursor; nothing where it has none, or no mapping."""
+    found = manifest.progress.cursor.get("chance") if manifest.progress else None
+    return found if isinstance(found, dict) else {}
 
 
 def _without_chance(cursor: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,14 @@ It counts no round and writes no record. It has the part of `TrainingSession` th
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
+from torch.utils.data import DataLoader
+
 from diloco_orchestrator.replica.rounds.allocator import returning_freed_memory
+from diloco_orchestrator.replica.training import rng
 from diloco_orchestrator.replica.training.consumed_items import ConsumedItems
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers
 from diloco_orchestrator.replica.training.island import Island, RankMetrics
@@ -62,7 +66,9 @@ class Follower:
         self._step_count = 0  # at the last step boundary
         self._stepped = 0  # inner steps since then
         self._cursor: DataCursor | None = None
-        self._goes_on_at = (0, 0)  # epoch and batch of the data
+        self._goes_on_at: tuple[int, int, Mapping[str, Any]] = (0, 0, {})  # epoch and batch of the data, and `drawn`
+        self._generators: list[torch.Generator] = []  # of the data
+        self._drawn: Mapping[str, Any] = {}  # their states when the epoch began
         self._rewind: Callable[[], object] = lambda: None  # sets data with a state of its own to its first batch
         self._watched = optimizers.watch(self._before_step, self._count_step)
         island.take_metrics, island.show_round, island.seek = self._take_metrics, self.hooks.call, self._seek
@@ -93,7 +99,8 @@ class Follower:
     def batches(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """Batches of this rank's data, from where rank 0 is in its own, until training has ended."""
         self._cursor = DataCursor(data, self._begin_epoch)
-        if has_position(data):
+        self._generators = rng.generators_in(data)
+        if has_position(data) and not isinstance(data, DataLoader):  # whose first state has the order of one epoch
             saves: Any = data
             first = copy.deepcopy(saves.state_dict())
             self._rewind = lambda: saves.load_state_dict(copy.deepcopy(first))
@@ -116,23 +123,31 @@ class Follower:
             self._stepped += 1
             self.metrics.count_step()
 
-    def _seek(self, epoch: int, batches: int) -> None:
+    def _seek(self, epoch: int, batches: int, drawn: Mapping[str, Any] | None = None) -> None:
         """Go to batch number `batches` of an epoch of this rank's data. The epoch is drawn anew, as it was at first.
 
-        The numbers are rank 0's: data with fewer batches in an epoch continues in the next one.
+        The numbers are rank 0's: data with fewer batches in an epoch continues in the next one. `drawn`: what this rank
+        was at then (`RankMetrics`).
         """
-        self._goes_on_at = epoch, batches
+        drawn = drawn or {}
+        self._goes_on_at = epoch, batches, drawn
         if self._cursor is not None and (epoch or batches):
             self._rewind()
+            if drawn.get("epoch") == epoch:
+                for generator, state in zip(self._generators, drawn["generators"], strict=False):
+                    rng.restore_generator(state, generator)
             self._cursor.seek({"epoch": epoch, "batches": batches}, of_other_data=True)
         self._island.reseed()
 
     def _begin_epoch(self, epoch: int) -> None:
         self._island.seed(f"{self._island.replica}/epoch {epoch}")
+        if self._generators:
+            states = [rng.capture_generator(each) for each in self._generators]
+            self._drawn = {"epoch": epoch, "generators": states}
 
     def _take_metrics(self) -> RankMetrics:
         values, tokens = self.metrics.taken_raw()
-        return RankMetrics(values, tokens, self._items.take() if self._items else None)
+        return RankMetrics(values, tokens, self._items.take() if self._items else None, self._drawn)
 
 
 class FollowerHooks:

@@ -44,11 +44,15 @@ _GROUP = 1 << 26  # bytes of stored tensors for each rank, after which their mem
 
 
 class RankMetrics(NamedTuple):
-    """Observations of one rank since the last contribution: values by name in step order, tokens, compared items."""
+    """Observations of one rank since the last contribution: values by name in step order, tokens, compared items.
+
+    `drawn`: the epoch of its data, and the states of its data's own random generators when that began.
+    """
 
     values: Mapping[str, Sequence[float]]
     tokens: int
     consumed: Consumed | None
+    drawn: Mapping[str, Any] = {}
 
 
 class Island:
@@ -75,7 +79,7 @@ class Island:
         self.ranks = ranks
         self.take_metrics: Callable[[], RankMetrics] = lambda: RankMetrics({}, 0, None)
         self.show_round: Callable[[Any], None] = lambda view: None
-        self.seek: Callable[[int, int], None] = lambda epoch, batches: None
+        self.seek: Callable[[int, int, Mapping[str, Any]], None] = lambda epoch, batches, drawn: None
         self.reseed: Callable[[], None] = lambda: None
         self.replica = replica
         self._attached = attached
@@ -326,12 +330,14 @@ class Island:
         for each in self._optimizers.all:
             each.zero_grad()
 
-    def follow(self, small: str, large: Mapping[str, Any], epoch: int, batches: int) -> None:
+    def follow(
+        self, small: str, large: Mapping[str, Any], epoch: int, batches: int, drawn: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """In the other ranks: take over rank 0's stateful objects, learning rates, and position in the data.
 
         `small`: states as in a manifest. `large`: states of other objects, by name. `epoch`, `batches`: position at
         which rank 0 continues; another rank goes to the same batch of its own data. A negative epoch: each continues
-        where it is.
+        where it is. `drawn`: `RankMetrics.drawn` of each other rank there; of another number of ranks it is not used.
         """
         if not self.ranks.rank:
             return
@@ -340,7 +346,7 @@ class Island:
             if name in self._stateful:
                 self._stateful[name].load_state_dict(state)
         if epoch >= 0:
-            self.seek(epoch, batches)
+            self.seek(epoch, batches, drawn[self.ranks.rank - 1] if len(drawn) == self.ranks.ranks - 1 else {})
 
     def opened(self, inner_steps: int) -> None:
         """Set all ranks' buffers to rank 0's, and the other ranks' random generators, at the opening of a round.

@@ -4,13 +4,15 @@ A position goes into every manifest as `Progress`, from which the next attempt c
 """
 
 import base64
+import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from pydantic import JsonValue
+from torch.utils.data import IterableDataset
 
 from diloco_orchestrator.errors import ConfigError, RecordInvalid
 from diloco_orchestrator.protocol.records import Contribution, Progress
@@ -22,7 +24,15 @@ from diloco_orchestrator.replica.training.small_state import LIMIT
 from diloco_orchestrator.replica.training.tensor_tree import check_packable, pack, unpack
 
 _OWN = "own"  # in the saved states of random generators: those of the data's parts, beside its own
-_HAVE_EPOCHS = ("sampler", "batch_sampler", "dataset")  # parts of a DataLoader that may have `set_epoch`
+_RANKS = "ranks"  # in them: those of the data of the replica's other ranks
+_DEPTH = 4  # of parts in parts of a loader, such as the sampler in its batch sampler
+
+
+def drawn_by_ranks(cursor: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The `drawn` that `TrainingPosition.progress` got for a manifest with this data cursor; empty without one."""
+    chance = cursor.get("chance")
+    found: Sequence[Mapping[str, Any]] = chance.get(_RANKS, ()) if isinstance(chance, dict) else ()
+    return found
 
 
 def has_position(data: Any) -> bool:
@@ -38,8 +48,8 @@ class DataCursor:
     """An endless iterator over the user's `data`, epoch after epoch, whose position can be saved and restored.
 
     If `data` has `state_dict` and `load_state_dict`, they give the position. Otherwise the batches already seen are
-    skipped, one by one, in an epoch that starts from the same random numbers, so that a shuffle gives the same order.
-    `set_epoch` of `data`, or of the sampler or data set of a DataLoader, is called with each epoch but the first.
+    skipped, one by one. Either way the epoch starts from the same random numbers, so that a shuffle gives the same
+    order. `set_epoch` of `data`, or else of its sampler and data set, is called with each epoch but the first.
 
     `begin_epoch(number)` is called before each epoch is drawn.
     """
@@ -53,7 +63,6 @@ class DataCursor:
         self._chance: dict[str, Any] = {}  # states of the random generators at the epoch's start
         self._own = [each for each in rng.generators_in(data) if each is not self._generator]  # such as a sampler's
         self._iterator: Iterator[Any] | None = None
-        self._has_workers = False  # of an earlier epoch, which a DataLoader keeps
 
     def next(self) -> Any:
         """The next batch. Raises `ConfigError` if the data yields none."""
@@ -62,7 +71,7 @@ class DataCursor:
                 self._set_epoch()
                 self._begin_epoch(self._epoch)
                 self._chance = self._drawn_so_far()
-                self._draw_seed_of_kept_workers()
+                self._renew_workers()
                 self._iterator = iter(self._data)
             for batch in self._iterator:
                 self._batches += 1
@@ -77,15 +86,14 @@ class DataCursor:
 
     def position(self) -> dict[str, Any]:
         """The position where `next` continues, as JSON. Raises `ConfigError` for data whose state cannot be saved."""
-        position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches}
+        chance = self._chance or self._drawn_so_far()
+        position: dict[str, Any] = {"epoch": self._epoch, "batches": self._batches, "chance": chance}
         if self._stateful:
             state = self._data.state_dict()  # type: ignore[attr-defined]
             try:
                 position["state"] = json.loads(json.dumps(state, allow_nan=False))
             except (TypeError, ValueError):
                 position["packed"] = _packed(state)
-        else:
-            position["chance"] = self._chance or self._drawn_so_far()
         return position
 
     def _set_epoch(self) -> None:
@@ -97,25 +105,31 @@ class DataCursor:
         if self._epoch == self._epoch_set:
             return
         self._epoch_set = self._epoch
-        batches = getattr(self._data, "batch_sampler", None)
-        parts = (*(getattr(self._data, name, None) for name in _HAVE_EPOCHS), getattr(batches, "sampler", None))
-        for part in {id(each): each for each in (self._data, *parts)}.values():
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(self._epoch)
+        inside = getattr(self._data, "base_dataloader", None)  # of accelerate's, which do not reach all parts
+        for part in {id(each): each for each in (*_with_epochs(self._data), *_with_epochs(inside))}.values():
+            part.set_epoch(self._epoch)
 
     def _drawn_so_far(self) -> dict[str, Any]:
         """The states of all random generators that may decide the order of an epoch."""
         found = rng.capture(self._generator)
         return {**found, _OWN: [rng.capture_generator(each) for each in self._own]} if self._own else found
 
-    def _draw_seed_of_kept_workers(self) -> None:
-        """Draw a number where a DataLoader goes on with workers of the epoch before.
+    def _renew_workers(self) -> None:
+        """Let a DataLoader that keeps its workers begin an epoch as that of a restarted attempt does, with new ones.
 
-        New workers, as a restarted attempt has, cost it one before its sampler draws the order.
+        These cost a random number before the sampler draws the order. Where they hold what decides the order, which is
+        a stream or a data set with `set_epoch`, kept ones are replaced.
         """
-        if self._has_workers:
+        loader: Any = getattr(self._data, "base_dataloader", self._data)
+        if not getattr(loader, "persistent_workers", False) or getattr(loader, "_iterator", None) is None:
+            return
+        if getattr(loader, "_initial_iter_for_state_dict", False):
+            return  # torchdata's, which are new
+        dataset = getattr(loader, "dataset", None)
+        if isinstance(dataset, IterableDataset) or _with_epochs(dataset):
+            loader._iterator = None
+        else:
             torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generator)
-        self._has_workers = bool(getattr(self._data, "persistent_workers", False))
 
     @property
     def _generator(self) -> Any:
@@ -129,15 +143,18 @@ class DataCursor:
         self._iterator = None
         self._epoch, self._batches = position["epoch"], 0
         self._set_epoch()  # first: `datasets` ignores a state of another epoch than the set one
+        self._chance = position.get("chance", {})
+        if self._chance:
+            rng.restore(self._chance, self._generator)
+            for generator, state in zip(self._own, self._chance.get(_OWN, ()), strict=False):
+                rng.restore_generator(state, generator)
         if self._stateful and ("state" in position or "packed" in position):
             state = _unpacked(position["packed"]) if "packed" in position else position["state"]
             self._data.load_state_dict(state)  # type: ignore[attr-defined]
             self._batches = position["batches"]
+            if self._batches:  # the epoch has begun: the numbers that its iterator draws come before those of its steps
+                self._iterator = iter(self._data)
             return
-        if "chance" in position:
-            rng.restore(position["chance"], self._generator)
-            for generator, state in zip(self._own, position["chance"].get(_OWN, ()), strict=False):
-                rng.restore_generator(state, generator)
         for _ in range(position["batches"]):
             before = self._epoch
             self.next()
@@ -146,6 +163,25 @@ class DataCursor:
                     f"the data ended after fewer than the {position['batches']} batches that an earlier attempt had "
                     "seen: it must be the same at every start."
                 )
+
+
+def _with_epochs(loader: Any, depth: int = _DEPTH) -> list[Any]:
+    """A loader if it has a `set_epoch` that takes a number; otherwise those of its samplers and its dataset that do."""
+    set_epoch = getattr(loader, "set_epoch", None)
+    if callable(set_epoch) and _takes_number(set_epoch):
+        return [loader]
+    parts = (getattr(loader, name, None) for name in rng.PARTS if depth)
+    return [found for part in parts if part is not None for found in _with_epochs(part, depth - 1)]
+
+
+def _takes_number(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError:  # it asks for more, and so has another meaning
+        return False
+    except ValueError:  # it is not written in Python
+        return True
+    return True
 
 
 def _packed(state: Any) -> str:
@@ -204,10 +240,16 @@ class TrainingPosition:
         self._seek()
         return batches
 
-    def progress(self, stateful: str) -> Progress:
-        """The present position in data, random numbers and step counts. `stateful`: the encoded small state."""
+    def progress(self, stateful: str, drawn: Sequence[Mapping[str, Any]] = ()) -> Progress:
+        """The present position in data, random numbers and step counts.
+
+        `stateful`: the encoded small state. `drawn`: that of each other rank of the replica (`RankMetrics`).
+        """
+        cursor = self._cursor_position()
+        if any(drawn) and isinstance(chance := cursor.get("chance"), dict):
+            cursor = {**cursor, "chance": {**chance, _RANKS: [dict(each) for each in drawn]}}
         return Progress(
-            cursor=self._cursor_position(),
+            cursor=cursor,
             rng=rng.capture(),
             inner_steps=self._metrics.total_inner_steps,
             tokens=self._metrics.total_tokens,

@@ -23,7 +23,7 @@ from diloco_orchestrator.errors import RecordInvalid
 # at once. The next 623 draws only move the position.
 _Fresh = tuple[bytes, bytes]
 _CRC_BYTES = 4
-_PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
+PARTS = ("base_dataloader", "sampler", "batch_sampler", "dataset")  # of a loader, where generators may be
 _WORD_BYTES = 8  # of a word in torch's state, of which a Mersenne twister uses the lower half
 
 
@@ -156,7 +156,7 @@ def generators_in(loader: Any, depth: int = 4) -> list[torch.Generator]:
     own = getattr(loader, "generator", None)
     if isinstance(own, torch.Generator):
         found.append(own)
-    for name in _PARTS if depth else ():
+    for name in PARTS if depth else ():
         part = getattr(loader, name, None)
         if part is not None and not isinstance(part, str):
             found += [each for each in generators_in(part, depth - 1) if all(each is not other for other in found)]

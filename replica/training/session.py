@@ -5,7 +5,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -29,7 +29,7 @@ from diloco_orchestrator.replica.training.heldout_scorer import SIGN, ShownBase
 from diloco_orchestrator.replica.training.inner_optimizers import InnerOptimizers, StepWatch
 from diloco_orchestrator.replica.training.island import Island
 from diloco_orchestrator.replica.training.observed_metrics import ObservedMetrics
-from diloco_orchestrator.replica.training.position import TrainingPosition
+from diloco_orchestrator.replica.training.position import TrainingPosition, drawn_by_ranks
 from diloco_orchestrator.replica.training.round_hooks import RoundHooks
 from diloco_orchestrator.replica.training.schedule_counts import catch_up, earlier_rates, go_back
 
@@ -379,7 +379,7 @@ class TrainingSession:
         return replace(
             fields,
             consumed=together(fields.consumed, *(each.consumed for each in others)),
-            progress=self._position.progress(self._checkpoint.small.encode()),
+            progress=self._position.progress(self._checkpoint.small.encode(), [each.drawn for each in others]),
             state=self._checkpoint.encode_if_due(),
         )
 
@@ -410,13 +410,14 @@ class TrainingSession:
             self._loop.load_local(point.local, point.from_base)
         if point.progress is not None:
             cursor = point.progress.cursor
-            self._send_state(int(cursor.get("epoch", 0)), int(cursor.get("batches", 0)))  # type: ignore[arg-type]
+            place = int(cursor.get("epoch", 0)), int(cursor.get("batches", 0))  # type: ignore[arg-type]
+            self._send_state(*place, drawn_by_ranks(cursor))
 
-    def _send_state(self, epoch: int = -1, batches: int = 0) -> None:
+    def _send_state(self, epoch: int = -1, batches: int = 0, drawn: Sequence[Mapping[str, Any]] = ()) -> None:
         """Send the other ranks stateful objects, learning rates and, unless negative, position in the data."""
         if self._has_others:
             small = self._checkpoint.small
-            self._island.call("follow", small.encode(), small.large(), epoch, batches)
+            self._island.call("follow", small.encode(), small.large(), epoch, batches, drawn)
 
     def _leave_if_asked(self) -> None:
         if not self.stopped and self._attempt.should_leave():

@@ -281,6 +281,117 @@ def test_a_loader_that_keeps_its_workers_has_one_order_with_and_without_a_restar
     assert [int(restarted.next()) for _ in range(8)] == after
 
 
+class Told(torch.utils.data.Dataset[int]):
+    """Five numbers of its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * self.epoch + range(5)[index]
+
+
+class ShuffledStream(torch.utils.data.IterableDataset[int]):
+    """Five numbers in an order that the worker draws."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(5).tolist())
+
+
+@pytest.mark.parametrize("data", [Told(), ShuffledStream()], ids=["set_epoch", "stream"])
+def test_workers_that_hold_what_decides_the_order_have_one_with_and_without_a_restart(data: Any):
+    """Kept workers had the first epoch's number for ever, and random numbers that a restarted attempt's lack."""
+
+    def cursor() -> DataCursor:
+        return DataCursor(torch.utils.data.DataLoader(data, num_workers=1, persistent_workers=True))
+
+    torch.manual_seed(3)
+    straight = cursor()
+    [straight.next() for _ in range(7)]
+    position = straight.position()
+    after = [int(straight.next()) for _ in range(8)]
+    for other in (cursor(), straight):
+        other.seek(position)
+        assert [int(other.next()) for _ in range(8)] == after
+
+
+def test_data_with_a_state_that_draws_as_it_begins_leaves_the_steps_their_random_numbers():
+    """As torchdata's loaders do: dropout and the orders of later epochs were others after a restart."""
+
+    class DrawsAsItBegins:
+        """Five numbers in an order that it draws, of which the state is a place."""
+
+        def __init__(self) -> None:
+            self.place = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.order, first, self.place = torch.randperm(5).tolist(), self.place, 0
+            return self._from(first)
+
+        def _from(self, first: int) -> Iterator[int]:
+            for place in range(first, 5):
+                self.place = place + 1
+                yield self.order[place]
+            self.place = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"place": self.place}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.place = state["place"]
+
+    def trained(cursor: DataCursor, steps: int) -> list[tuple[int, float]]:
+        return [(cursor.next(), torch.rand(()).item()) for _ in range(steps)]
+
+    torch.manual_seed(3)
+    straight, restarted = DataCursor(DrawsAsItBegins()), DataCursor(DrawsAsItBegins())
+    trained(straight, 7)
+    position, state = straight.position(), rng.capture()
+    after = trained(straight, 8)
+    torch.manual_seed(4)
+    restarted.seek(json.loads(json.dumps(position)))
+    rng.restore(state)
+    assert trained(restarted, 8) == after
+
+
+def test_set_epoch_is_called_where_it_takes_a_number_and_not_beneath_it():
+    class AsksForMore(Told):
+        def set_epoch(self, epoch: int, *, length: int) -> None:  # type: ignore[override]
+            raise AssertionError("it is called by others")
+
+    class Further:
+        """Goes on at an epoch of an earlier training."""
+
+        def __init__(self) -> None:
+            self.dataset = Told()
+            self.set_epoch(0)
+
+        def set_epoch(self, epoch: int) -> None:
+            self.dataset.set_epoch(7 + epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            return (self.dataset[index] for index in range(5))
+
+    def drawn(data: Any, count: int = 10) -> list[int]:
+        cursor = DataCursor(data)
+        return [int(cursor.next()) for _ in range(count)]
+
+    assert drawn(torch.utils.data.DataLoader(AsksForMore())) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert drawn(Further()) == [70, 71, 72, 73, 74, 80, 81, 82, 83, 84]
+    indices = torch.utils.data.DistributedSampler(range(5), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    by_batch = torch.utils.data.BatchSampler(indices, batch_size=1, drop_last=False)
+    whole = torch.arange(5)  # takes the indices of a batch at once
+    order = drawn(torch.utils.data.DataLoader(whole, sampler=by_batch, batch_size=None))  # type: ignore[arg-type]
+    assert sorted(order[:5]) == sorted(order[5:]) == list(range(5)) and order[:5] != order[5:]
+    part = torch.utils.data.Subset(Told(), range(5))
+    assert drawn(torch.utils.data.DataLoader(part)) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+
+
 def test_a_loader_that_accelerate_has_prepared_has_one_order_with_and_without_a_restart():
     """Its methods for a position raised an AttributeError at the end of the first round."""
     accelerator = pytest.importorskip("accelerate", reason="the extra [trl] is not installed").Accelerator(cpu=True)

@@ -1,5 +1,6 @@
 """The training loop of a rank other than 0: the position in its data, which rank 0 decides."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +58,40 @@ def test_a_restarted_rank_with_fewer_batches_than_rank_0_goes_on_in_its_next_epo
     island.seek(0, 5)  # before the training function gives its data
     batches = follower.batches([0, 1, 2])
     assert [next(batches) for _ in range(3)] == [2, 0, 1]
+
+
+class Resumes(torch.utils.data.DataLoader[int]):
+    """Goes on in the order of a loaded state, as torchdata's loader does."""
+
+    loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": list(range(5))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["order"]
+
+    def __iter__(self) -> Any:
+        order, self.loaded = self.loaded, None
+        return super().__iter__() if order is None else iter(order)
+
+
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, Resumes], ids=["plain", "with a state"])
+def test_the_generators_of_a_ranks_data_go_on_after_a_restart_and_where_it_goes_back(kind: Any):
+    """They began anew, or went on where they were: items of the epoch were trained twice and others never."""
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(2)
+        return kind(range(5), sampler=torch.utils.data.RandomSampler(range(5), generator=generator))
+
+    island: Any = SimpleNamespace()
+    straight = follower_of(island).batches(loader())
+    [next(straight) for _ in range(7)]
+    drawn = json.loads(json.dumps(island.take_metrics().drawn))
+    after = [int(next(straight)) for _ in range(8)]
+    island.seek(1, 2, drawn)
+    assert [int(next(straight)) for _ in range(8)] == after
+    follower = follower_of(island)
+    island.seek(1, 2, drawn)  # before the training function gives its data
+    restarted = follower.batches(loader())
+    assert [int(next(restarted)) for _ in range(8)] == after

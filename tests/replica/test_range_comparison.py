@@ -1,13 +1,15 @@
 """The distance of two payloads says how far apart the pseudo-gradients were, whatever their codec makes of that."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from diloco_orchestrator.codecs.table import CODECS, Encoded, encode
-from diloco_orchestrator.protocol.records import Payload
-from replica.process.range_comparison import _distance
+from diloco_orchestrator.protocol.record_format import Stamp
+from diloco_orchestrator.protocol.records import Contribution, Payload, Progress
+from replica.process.range_comparison import _distance, _facts
 
 NUMEL, SHARD = 50_001, 16_384
 
@@ -53,3 +55,25 @@ def test_steps_are_those_between_the_values_that_an_element_may_have(numel: int)
         )
         assert Encoded(encode(values, codec), codec, numel).step_norm() == pytest.approx(math.sqrt(squares), rel=1e-4)
     assert Encoded(encode(values, "bf16"), "bf16", numel).step_norm() == 0.0
+
+
+def test_random_states_that_an_earlier_version_did_not_write_are_no_difference():
+    def manifest(cursor: dict[str, Any]) -> Contribution:
+        progress = Progress(cursor={"epoch": 0, "batches": 1, **cursor}, rng={}, inner_steps=1, tokens=0)
+        return Contribution(
+            **Stamp("said", lambda: 0.0)(),
+            round=1,
+            leg=1,
+            replica_id=0,
+            attempt=1,
+            kind="scores",
+            base_digest="",
+            snapshot_round=0,
+            rebuilt_after=0,
+            progress=progress,
+        )
+
+    now = manifest({"chance": {"torch": "a", "own": ["b"]}})
+    for earlier, equal in (({}, True), ({"chance": {"torch": "a"}}, True), ({"chance": {"torch": "b"}}, False)):
+        recorded, found = _facts(manifest(earlier), now)["random state"]
+        assert (recorded == found) is equal

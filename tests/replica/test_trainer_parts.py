@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback
 
@@ -368,6 +370,8 @@ def test_no_replica_gets_all_the_long_items_of_a_sampler_that_sorts_each_accumul
         windows = [next(stream) + next(stream) for _ in range(2)]
         assert [len(window) for window in windows] == [4, 4] and len({*windows[0], *windows[1]}) == 8
     assert batches_in_a_row(trainer_with(gradient_accumulation_steps=2)) == 1
+    generates = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}  # by a sampler of its own
+    assert batches_in_a_row(trainer_with(train_sampling_strategy="batch_rebalance", **generates)) == 4
 
 
 def test_the_stream_ends_when_training_has_ended_and_an_empty_loader_is_refused():
@@ -470,6 +474,7 @@ def trainer_with(**args: Any) -> Any:
             "accelerator",
             "model",
             "callback_handler",
+            "lr_scheduler",
         )
         if name in args
     }
@@ -493,6 +498,7 @@ CONFIG = make_config({"entrypoint": "m:f", "sync_every": 4, "rounds": 3})
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*per_device_train_batch_size"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, 'reduce_lr_on_plateau.*Set another, such as "linear"'),
         ({"lr_scheduler_type": "greedy"}, 'greedy.*Set another, such as "linear"'),
+        ({"lr_scheduler": ReduceLROnPlateau(SGD([torch.ones(1)]))}, 'ReduceLROnPlateau.*Set another, such as "linear"'),
         ({"sync_ref_model": True}, "sync_ref_model=True.*Set sync_ref_model=False"),
         ({"callback_handler": SimpleNamespace(callbacks=[EarlyStoppingCallback()])}, "EarlyStopping.*Take it out"),
         ({"eval_strategy": "epoch"}, 'eval_strategy="epoch".*Set eval_strategy="steps"'),
