@@ -102,8 +102,8 @@ class Checked(Record):
 class CheckNamed(Part):
     """Reference from a commit to a replica's findings (`Checked`) on which it relies: key and sha256 of the record."""
 
-    replica_id: int = Field(ge=0)
-    number: int = Field(ge=1)
+    replica_id: int = Field(ge=0, lt=10**9)  # as in keys: what has another key is no record, and nobody need sign it
+    number: int = Field(ge=1, lt=10**9)
     sha256: Sha256
 
 

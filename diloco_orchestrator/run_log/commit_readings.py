@@ -6,8 +6,7 @@ base, check every round; other readers check commits that halt the run, and all 
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 
 from diloco_orchestrator.allreduce.dealing import average_codec_of, dealing_of, scatters
 from diloco_orchestrator.errors import NoSuchRun, ObjectMissing, RecordInvalid, RecordTooNew
@@ -17,7 +16,7 @@ from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.digests import sha256_hex
 from diloco_orchestrator.protocol.legs import leg_position
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Unfounded
+from diloco_orchestrator.protocol.records import Answer, Begin, Commit, Contribution, Unfounded
 from diloco_orchestrator.protocol.start_records import HeldoutSet, Start
 from diloco_orchestrator.protocol.void_commits import (
     Before,
@@ -39,6 +38,17 @@ from diloco_orchestrator.run_log.leg_records import LegRecords
 from diloco_orchestrator.run_log.reader import read, read_optional
 
 log = logging.getLogger(__name__)
+
+
+class Unchecked(RecordInvalid):
+    """A commit of a signed run cannot be checked, because what it names is not there, and no coordinator has judged it.
+
+    Its cause is the error of what was read. `entry`: the commit.
+    """
+
+    def __init__(self, entry: CommitEntry, why: Exception) -> None:
+        super().__init__(str(why))
+        self.entry = entry
 
 
 class Conclusions:
@@ -75,8 +85,8 @@ class Conclusions:
             received: manifests at hand, by the sha256 of their bytes; the others are fetched.
             checks: likewise check records.
 
-        Raises `RecordInvalid` or `ObjectMissing` if a manifest or check record that the commit names is not there, and
-        `RecordInvalid` if a record of the log was changed after it was written.
+        Raises `RecordInvalid` or `ObjectMissing` if a manifest or check record that the commit names is not there
+        (`Unchecked` in a signed run), and `RecordInvalid` if a record of the log was changed after it was written.
         """
         rules, before = self._before(previous)
         commit = entry.written
@@ -92,6 +102,8 @@ class Conclusions:
             except (RecordTooNew, RecordInvalid, ObjectMissing) as error:
                 why = self._why_unfounded(entry)
                 if not why and not lenient:
+                    if self._is_signed:
+                        raise Unchecked(entry, error) from error
                     raise
                 if why:
                     return self._voided(entry, before, rules, why)
@@ -120,28 +132,23 @@ class Conclusions:
         found = read(self._records.store, Unfounded, keys.unfounded(entry.written.round)) if self._is_signed else None
         return found.record.reason if found is not None and found.record.commit_sha256 == entry.sha256 else ""
 
-    def missing(self, commit: Commit) -> dict[str, str]:
-        """Reasons by key of the manifests and check records that a commit names and that are missing, cannot be read,
-        or have another digest. Costs a GET for each.
+    def missing(self, commit: Commit) -> Iterator[tuple[Answer | CheckNamed, str]]:
+        """The manifests and check records that a commit names and that are missing, cannot be read, or have another
+        digest, with reasons, manifests first. Costs a GET for each named one up to the next that is missing.
         """
-        calls: dict[str, Callable[[], object]] = {
-            keys.contribution(commit.round, each.replica_id): partial(
-                self._reader.exact, commit.round, each.replica_id, each.manifest_sha256
-            )
-            for each in commit.answers
-            if each.attempt
-        }
-        for named in commit.checks or ():
-            calls[keys.checked(commit.round, named.replica_id, named.number)] = partial(
-                self._reader.checked, commit, named
-            )
-        found = {}
-        for key, call in calls.items():
+        named: tuple[Answer | CheckNamed, ...] = (*commit.answers, *(commit.checks or ()))
+        for each in dict.fromkeys(named):
             try:
-                call()
+                if isinstance(each, CheckNamed):
+                    self._reader.checked(commit, each)
+                elif each.attempt:
+                    self._reader.exact(commit.round, each.replica_id, each.manifest_sha256)
             except (RecordInvalid, ObjectMissing) as error:
-                found[key] = str(error)
-        return found
+                yield each, str(error)
+
+    def is_unjudged(self, entry: CommitEntry) -> bool:
+        """Whether something that a commit names is not there, and no coordinator has written that down yet."""
+        return next(self.missing(entry.written), None) is not None and not self._why_unfounded(entry)
 
     def _tell(self, entry: CommitEntry, level: int, words: str) -> None:
         """Log `words` about a commit once. Several readers of a log read it, and each again after a contradiction."""
@@ -249,7 +256,7 @@ class Conclusions:
         why = why_answers_differ(commit, found)
         scored = None
         if rules.strangers_rules:
-            named = [self._check(commit, each, checks) for each in commit.checks or ()]
+            named = [self._check(commit, each, checks) for each in dict.fromkeys(commit.checks or ())]
             scored = StrangersWork(rules.config.invited, named, rules.strangers_rules)
         if not why:
             folded = fields_of(fold_of_commit(commit, before.guard, found, *known, scored, rules.unheard), before.guard)
@@ -258,7 +265,7 @@ class Conclusions:
         dealt = rules.scatters and dealing_of(commit.round, rules.config, set(before.roster) - set(before.barred))
         why = why or why_average_differs(commit, average_codec_of(rules.config.codec) if dealt else None)
         if not why and rules.scatters:
-            named = [self._check(commit, each, checks) for each in (commit.checks or ()) if dealt]
+            named = [self._check(commit, each, checks) for each in dict.fromkeys(commit.checks or ()) if dealt]
             why = why_unread(commit, found, named, before.barred) if dealt else ""
             why = why or why_barred_differ(commit, before, named)
         return why

@@ -33,6 +33,7 @@ from diloco_orchestrator.protocol.record_format import Stamp
 from diloco_orchestrator.protocol.records import Begin, Commit, Contribution
 from diloco_orchestrator.protocol.rounds import Position
 from diloco_orchestrator.protocol.start_records import AdapterPair, Start
+from diloco_orchestrator.run_log.commit_readings import Unchecked
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -263,13 +264,14 @@ def _by_first_way(
 
     `until`: the round whose base is computed, None for the leg's newest. `below`: only snapshots of rounds before it.
     If every path fails, raises the error of the first one tried, from the newest snapshot: `PayloadCorrupt`,
-    `RecordInvalid` or `ObjectMissing`. Raises `RecordInvalid` without a usable snapshot, and `RecordTooNew` at once.
+    `RecordInvalid` or `ObjectMissing`. Raises `RecordInvalid` without a usable snapshot, and `RecordTooNew` and
+    `Unchecked` at once.
     """
     failure: PayloadCorrupt | RecordInvalid | ObjectMissing | None = None
     for way in _ways(run_log, begin, until, below):
         try:
             return rebuilt(way)
-        except RecordTooNew:
+        except (RecordTooNew, Unchecked):
             raise  # the log is the same along every way
         except (PayloadCorrupt, RecordInvalid, ObjectMissing) as error:
             failure = failure or error

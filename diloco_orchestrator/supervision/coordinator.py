@@ -164,8 +164,8 @@ class Coordinator:
         # A heartbeat from before the newest commit was seen says nothing about that one.
         waited = {each for each, at in self._fleet.waited_for if each < round_ or (each == round_ and at > seen_at)}
         if waited - self._waited:
-            self._waited |= waited
             self._end.unfounded.judge()
+            self._waited |= waited
 
     def _decide(self) -> list[fleet_policy.Action]:
         now = self._clock.now()

@@ -25,6 +25,7 @@ from diloco_orchestrator.run_log.writer import Writer
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots, claimed_base
 from diloco_orchestrator.snapshots.default_base import check_not_lost, ensure_default_snapshot
 from diloco_orchestrator.supervision.rotation import barred_after, begin_epoch, check_failure, due, is_asked_for
+from diloco_orchestrator.supervision.unfounded_commits import UnfoundedCommits
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def begin_next_leg(
     """
     begins, url = run_log.begins(), run_log.store.url
     check_not_lost(run_log, begins)
+    UnfoundedCommits(run_log, begins[-1], by, stamp).judge()  # nobody can once another leg has begun after them
     check_failure(run_log, begins[-1])
     commits = run_log.commits()
     last = commits[-1] if commits else None

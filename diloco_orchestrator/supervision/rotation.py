@@ -35,12 +35,16 @@ log = logging.getLogger(__name__)
 def check_failure(run_log: RunLog, begin: Begin) -> None:
     """Check all verdicts of a leg (start or resume to stop) that has failed, before another leg begins after it.
 
-    Void commits of several authors may have made it fail, and by unchecked verdicts at another round. Only in a signed
-    run with rules about void commits. `begin`: of the newest leg.
+    Void commits of several authors may have made it fail, and by unchecked verdicts at another round. Also of a leg
+    whose halt asks for new keys: who wrote void commits may be among those whose commits look right without that. Only
+    in a signed run with rules about void commits. `begin`: of the newest leg.
     """
     run_log.result(begin.leg)  # replicas, which check every verdict, may have written another one
     last = run_log.newest(begin) if run_log.run.signed_rules is not None else None
-    if last is not None and (last.commit.leg, last.commit.stop) == (begin.leg, "failed"):
+    if last is None or last.commit.leg != begin.leg:
+        return
+    halt = run_log.halt(begin.leg)
+    if last.commit.stop == "failed" or (halt is not None and halt.new_keys):
         run_log.doubt()
 
 

@@ -5,13 +5,14 @@ Replicas cannot check such a commit, which who holds the key of one of them can 
 """
 
 import logging
+from contextlib import suppress
 
 from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
 from diloco_orchestrator.protocol import keys
-from diloco_orchestrator.protocol.check_records import Checked
+from diloco_orchestrator.protocol.check_records import Checked, CheckNamed
 from diloco_orchestrator.protocol.kinds import Role
 from diloco_orchestrator.protocol.record_format import Stamp
-from diloco_orchestrator.protocol.records import Begin, Commit, Contribution, Unfounded
+from diloco_orchestrator.protocol.records import Answer, Begin, Commit, Contribution, Unfounded
 from diloco_orchestrator.run_log.attempts import AttemptRecords
 from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -50,11 +51,11 @@ class UnfoundedCommits:
                 continue
             entry = self._log.commit(round_)
             assert entry is not None, "a commit is never deleted"
-            self._judged.add(round_)
             if self._is_unfounded(entry):
                 found = True
                 self._log.doubt(again=True)
                 newest = self._log.newest(self._begin) or newest  # the leg may have ended earlier by it
+            self._judged.add(round_)  # unless the store raised an error
         return found
 
     def _followed(self, newest: CommitEntry) -> int:
@@ -68,45 +69,34 @@ class UnfoundedCommits:
         return max([self._begin.after_round, *(each.round - 1 for each in beats if each is not None)])
 
     def _is_unfounded(self, entry: CommitEntry) -> bool:
-        """Whether nobody can check a commit for want of what it names. Written down if so, after abstentions there."""
+        """Whether nobody can check a commit for want of what it names. Written down if so, after an abstention."""
         commit, conclusions = entry.written, self._log.conclusions
-        if entry.unreadable or entry.contradicts or not (missing := conclusions.missing(commit)):
+        if entry.unreadable or entry.contradicts:
             return False
-        try:
-            before = self._log.as_read(commit.round - 1) if commit.round > 1 else None
+        before = self._log.as_read(commit.round - 1) if commit.round > 1 else None
+        with suppress(ObjectMissing, RecordInvalid):
             conclusions.read(entry, before, derive_verdict=True)
             return False  # it is void anyway, or nobody reads what is missing
-        except (ObjectMissing, RecordInvalid):
-            self._abstain(commit, entry.sha256)
-        if not (missing := conclusions.missing(commit)):
+        last: Answer | CheckNamed | None = None
+        while (missing := next(conclusions.missing(commit), None)) is not None and missing[0] != last:
+            last, _ = missing
+            self._abstain(commit, last, entry.sha256)
+        if missing is None:
             return False  # it has come meanwhile
-        what, _, _ = next(iter(missing.values())).partition(". ")
+        what, _, _ = missing[1].partition(". ")
         reason = f"it names what is not there: {what}"
         log.warning("%s is void: %s", keys.commit(commit.round), reason)
         found = Unfounded(**self._stamp(), round=commit.round, commit_sha256=entry.sha256, by=self._by, reason=reason)
         Writer(self._log.store, Role.COORDINATOR).create(found)
         return True
 
-    def _abstain(self, commit: Commit, sha256: str) -> None:
-        """Put a record that says nothing under the key of each record that a commit names, unless one is there."""
-        store = self._log.store
-        for answer in commit.answers:
-            if answer.attempt:
-                nothing = Contribution(
-                    **self._stamp(),
-                    round=commit.round,
-                    leg=commit.leg,
-                    replica_id=answer.replica_id,
-                    attempt=answer.attempt,
-                    kind="abstention",
-                    reason=_REASON,
-                    base_digest="",
-                    snapshot_round=0,
-                    rebuilt_after=0,
-                )
-                Writer.of_attempt(store, answer.replica_id, answer.attempt).create(nothing)
-        for named in commit.checks or ():
-            empty = Checked(
+    def _abstain(self, commit: Commit, named: Answer | CheckNamed, sha256: str) -> None:
+        """Put a record that says nothing under the key of one that a commit names, unless one is there.
+
+        One is enough to make the commit void for good: it may name thousands. `sha256`: digest of the commit.
+        """
+        if isinstance(named, CheckNamed):
+            record: Contribution | Checked = Checked(
                 **self._stamp(),
                 round=commit.round,
                 leg=commit.leg,
@@ -116,4 +106,17 @@ class UnfoundedCommits:
                 claim_sha256=sha256,
                 read=(),
             )
-            Writer.of_attempt(store, named.replica_id, 1).create(empty)
+        else:
+            record = Contribution(
+                **self._stamp(),
+                round=commit.round,
+                leg=commit.leg,
+                replica_id=named.replica_id,
+                attempt=named.attempt,
+                kind="abstention",
+                reason=_REASON,
+                base_digest="",
+                snapshot_round=0,
+                rebuilt_after=0,
+            )
+        Writer.of_attempt(self._log.store, record.replica_id, record.attempt).create(record)

@@ -12,7 +12,7 @@ import torch
 
 from diloco_orchestrator.allreduce.dealing import average_codec_of
 from diloco_orchestrator.allreduce.shards import PayloadGone
-from diloco_orchestrator.errors import ObjectMissing, Preempted, QuorumLost, RecordInvalid
+from diloco_orchestrator.errors import Preempted, QuorumLost
 from diloco_orchestrator.guard.round_fold import fold_round, is_rebuildable
 from diloco_orchestrator.protocol import pace, rounds, weights
 from diloco_orchestrator.protocol.claims import BaseClaim, is_tied, judged, shared_claim, that_count, wrong_bases
@@ -29,6 +29,7 @@ from diloco_orchestrator.replica.rounds.checks import Checks
 from diloco_orchestrator.replica.rounds.contribute import Contributor
 from diloco_orchestrator.replica.rounds.counted_work import CountedWork
 from diloco_orchestrator.replica.rounds.interface import ClosedRound
+from diloco_orchestrator.replica.rounds.judged import once_judged
 from diloco_orchestrator.replica.rounds.received import ExpectedContribution, ReceivedResponses
 from diloco_orchestrator.replica.rounds.reupload import WANTS_EVERY_S, ReuploadRequests
 from diloco_orchestrator.replica.rounds.timing import RoundTiming
@@ -39,8 +40,6 @@ from diloco_orchestrator.run_log.entries import CommitEntry
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
 
 log = logging.getLogger(__name__)
-
-_JUDGED_EVERY_S = 5.0  # between two polls for a coordinator's finding about a commit that cannot be checked
 
 
 class RoundCloser:
@@ -387,29 +386,9 @@ class RoundCloser:
         return self._open_next_round(entry.commit, average)
 
     def _checked(self, entry: CommitEntry) -> CommitEntry:
-        """The commit `entry`, void if it contradicts the log or the manifests that it names.
-
-        If one of these is not there, as who holds the key of one replica of a signed run can have it, waits until a
-        coordinator has found that (`Unfounded`). Raises the error of the check after `round_timeout_s`, `Preempted`
-        after a preemption notice, and `Superseded` if a later attempt of this replica is alive.
-        """
-        attempt, run_log = self._attempt, self._attempt.log
-        received, checks = self._received.by_digest(), self._checks.by_sha256
-        deadline, said = attempt.clock.now() + attempt.config.timing.round_timeout_s, False
-        while True:
-            try:
-                return run_log.checked(entry, self._tip.value.last, received, checks)
-            except (RecordInvalid, ObjectMissing) as error:
-                is_over = run_log.run.signed_rules is None or attempt.clock.now() >= deadline
-                if is_over or not (said or run_log.conclusions.missing(entry.written)):
-                    raise
-                if not said:
-                    log.warning("round %d: waiting for a coordinator to judge its commit: %s", self._round, error)
-                said = True
-            attempt.clock.sleep(max(attempt.config.timing.poll_s, _JUDGED_EVERY_S))
-            if attempt.should_leave():
-                raise Preempted(f"replica {attempt.replica_id} was asked to leave while it waited for a judgement")
-            attempt.check_superseded()
+        """`entry`, void if it contradicts the log or the manifests that it names. Raises as `once_judged`."""
+        received, checks, last = self._received.by_digest(), self._checks.by_sha256, self._tip.value.last
+        return once_judged(self._attempt, lambda: self._attempt.log.checked(entry, last, received, checks))
 
     def _take_outer_step(self, entry: CommitEntry, keep_average: bool) -> Mapping[str, torch.Tensor]:
         if not entry.commit.applied:

@@ -20,6 +20,7 @@ from diloco_orchestrator.protocol.keys import PayloadKey
 from diloco_orchestrator.protocol.record_format import By
 from diloco_orchestrator.protocol.records import Contribution, ReuploadRequest
 from diloco_orchestrator.replica.attempt.attempt import Attempt
+from diloco_orchestrator.replica.rounds.judged import once_judged
 from diloco_orchestrator.replica.rounds.payload_shards import all_shards
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.snapshots.confirmation import ConfirmedSnapshots
@@ -48,14 +49,16 @@ class ReuploadRequests:
         """The base after round `until` (default: the newest), rebuilt; unreadable payloads are requested again.
 
         `first`: the first base, if it is in memory. Raises `PayloadCorrupt` for a payload that stays unreadable for
-        `round_timeout_s`.
+        `round_timeout_s`, and as `once_judged` for a commit that cannot be checked.
         """
         bases = [first]  # a rebuild steps the first base in place, so that only the first one may use it
         run_log, begin = self._attempt.log, self._attempt.begin
         owners = self._attempt.owners
-        return self.until_readable(
-            lambda: rebuild(run_log, begin, until, first=bases.pop() if bases else None, owners=owners), until
-        )
+
+        def rebuilt() -> Tip:
+            return rebuild(run_log, begin, until, first=bases.pop() if bases else None, owners=owners)
+
+        return self.until_readable(lambda: once_judged(self._attempt, rebuilt), until)
 
     def rebuild_beside(self, base: Base, until: int) -> BaseComparison:
         """Compare `base` with the base rebuilt after round `until`; uploads of unreadable payloads are requested again.

@@ -15,17 +15,17 @@ from simulation_plan import Plan
 from simulation_signed import KEY, SignedSimulation
 from virtual_time import VirtualClock
 
-from diloco_orchestrator.errors import ObjectMissing, RecordInvalid
+from diloco_orchestrator.errors import ConfigError, ObjectMissing, RecordInvalid, StoreUnavailable
 from diloco_orchestrator.inspection.audit.findings import ranges_of
 from diloco_orchestrator.inspection.status import RunReader
 from diloco_orchestrator.inspection.verify.chain import verify_run
 from diloco_orchestrator.protocol import keys
 from diloco_orchestrator.protocol.attempt_records import Heartbeat
 from diloco_orchestrator.protocol.digests import bulk_digest, sha256_hex
-from diloco_orchestrator.protocol.record_format import By, canonical_json, parse_json
+from diloco_orchestrator.protocol.record_format import By, Stamp, canonical_json, parse_json
 from diloco_orchestrator.protocol.records import Commit, Contribution
 from diloco_orchestrator.protocol.signatures import Signature, named_bytes, signed_bytes, to_text
-from diloco_orchestrator.protocol.signed_objects import stored_name
+from diloco_orchestrator.protocol.signed_objects import is_signed, stored_name
 from diloco_orchestrator.protocol.weights import norms_after
 from diloco_orchestrator.run_log.contributions import ContributionReader
 from diloco_orchestrator.run_log.run_log import RunLog
@@ -34,14 +34,16 @@ from diloco_orchestrator.signing.kept_keys import ENV_ATTEMPT_KEY, ENV_RUN_KEY
 from diloco_orchestrator.signing.signed_store import SignedStore
 from diloco_orchestrator.store.memory import MemoryStore
 from diloco_orchestrator.supervision.coordinator import Coordinator, Means
-from diloco_orchestrator.supervision.next_leg import auto_resume
+from diloco_orchestrator.supervision.next_leg import auto_resume, begin_next_leg
 from diloco_orchestrator.supervision.rotation import void_authors
+from diloco_orchestrator.supervision.unfounded_commits import UnfoundedCommits
 
 SETTINGS = {"quorum": 2, "sync_every": 4, "fragments": 1, "fragment_sync_delay": 0, "late": "carry"}
 SETTINGS |= {"snapshot_every": 2, "retention": {}, "aggregate": "mean"}
 PLAN = Plan(seed=3, replicas=3, rounds=6, paces=(1.0, 1.1, 1.3), settings=SETTINGS)
 INSIDER = 1
 ENVIRON = {ENV_RUN_KEY: KEY.text()}
+STAMP = Stamp("test", lambda: 0.0)
 Made = Iterator[tuple[int, bytes]]  # round and content
 
 
@@ -311,6 +313,126 @@ def test_what_a_commit_names_is_brought_too_late_once_a_coordinator_has_judged_i
     run = played(Late(Late.commit, dataclasses.replace(PLAN, paces=(1.0, 30.0, 1.3))))
     assert "names what is not there" in check(run)[1].reason
     assert run.brought and run.view.get(keys.contribution(2, INSIDER)) != run.brought
+
+
+def empty_and_absent(run: Attacked) -> Made:
+    """Every second round an empty one, by an abstention that is not there: no later commit contradicts it."""
+    if (made := following(run)) is None or made[0] % 2:
+        return
+    answer = {**made[1]["answers"][0], "kind": "abstention", "averaged": False, "weight": 0, "norm": 0.0, "tokens": 0}
+    answer |= {"replica_id": INSIDER, "payload": "", "origins": [], "manifest_sha256": "0" * 64}
+    norms = norms_after(Commit.from_bytes(run.newest[1], "last"), run.config)
+    empty = {"applied": False, "answers": [answer], "empty_rounds": 1, "base_digest": None, "roster": [0, 1, 2]}
+    empty |= {"norms": norms and norms.model_dump(mode="json"), "figures": None}
+    yield made[0], canonical_json({**made[1], **empty})
+
+
+def test_whoever_wrote_three_commits_that_only_a_coordinator_found_void_commits_no_more():
+    """The next leg is begun by a process that has not checked the verdicts of the leg before."""
+    run = played(Attacked(empty_and_absent, dataclasses.replace(PLAN, rounds=9)))
+    log = RunLog(SignedStore(run.bucket.stored, {}))
+    assert [each.no_commits_by for each in rotations_of(log.store)] == [(INSIDER,)]
+    assert (log.commits()[-1].stop, log.commits()[-1].leg) == ("completed", 2)
+
+
+def thousand_checks(run: Attacked) -> Made:
+    for round_, body in absent_once(run):
+        checks = [{"replica_id": INSIDER, "number": each, "sha256": "0" * 64} for each in range(1, 1001)]
+        yield round_, canonical_json({**parse_json(body), "checks": checks})
+
+
+def test_a_commit_that_names_a_thousand_records_costs_its_judge_one():
+    run = played(Attacked(thousand_checks))
+    assert any("names what is not there" in each.reason for each in check(run))
+    there = [info.key for info in run.view.list(keys.ROUNDS)]
+    void = [found[0] for key in there if (found := keys.unfounded.parse(key))]
+    nothing = [key for key in there if keys.parse_round(key) in void and b"nothing was here" in run.view.get(key)]
+    assert len(nothing) <= len(void) and not [key for key in there if keys.checked.parse(key)]
+
+
+def unsigned_check(run: Attacked) -> Made:
+    """It names a check record with a number beyond those of keys, so that the object there needs no signature."""
+    for round_, body in absent(run) if run.newest is not None and run._last == 1 else ():
+        check = {"replica_id": 10**30, "number": 1, "sha256": "0" * 64}
+        assert not is_signed(keys.checked(round_, 10**30, 1))
+        yield round_, canonical_json({**parse_json(body), "checks": [check]})
+
+
+def test_a_commit_that_names_what_nobody_need_sign_is_no_commit():
+    run = played(Attacked(unsigned_check))
+    assert any("cannot be read" in each.reason or "checks" in each.reason for each in check(run))
+    assert not [info.key for info in run.view.list(keys.ROUNDS) if keys.unfounded.parse(info.key)]
+
+
+def test_replicas_that_all_start_while_a_commit_is_not_judged_wait_for_that():
+    def attack(run: Attacked) -> Made:
+        return absent_once(run) if run.time.now > 20.6 else iter(())
+
+    run = played(Attacked(attack, dataclasses.replace(PLAN, kills=((20.4, 0), (20.4, 1), (20.4, 2)))))
+    commits = check(run)
+    assert any("names what is not there" in each.reason for each in commits) and commits[-1].leg == 1
+    assert [max(each[1] for each in run.replicas if each[0] == replica_id) for replica_id in range(3)] == [2, 2, 2]
+
+
+def test_replicas_wait_until_a_coordinator_has_read_that_they_do_though_rounds_time_out_earlier():
+    timing = {"poll_s": 0.5, "heartbeat_s": 5.0, "round_timeout_s": 6.0, "startup_timeout_s": 120.0}
+    plan = dataclasses.replace(PLAN, paces=(10.0, 10.1, 10.2), settings={**SETTINGS, "timing": timing})
+    run = Attacked(absent_once, plan)
+    run.play()
+    commits = RunLog(SignedStore(run.bucket.stored, {})).commits()
+    assert any("names what is not there" in each.reason for each in commits)
+    assert commits[-1].stop == "completed" and {each[1] for each in run.replicas} == {1}
+
+
+class Left(Attacked):
+    """The coordinator leaves in the first round; then the insider halts the leg by a commit that is never judged."""
+
+    def _supervise(self, clock: VirtualClock) -> None:
+        coordinator = Coordinator(RunReader(self.network(clock)), Means(self.executor(clock), clock, self.stamp(clock)))
+        while self.newest is None:
+            coordinator.step()
+            clock.sleep(0.1)
+
+    @staticmethod
+    def halt(run: Attacked) -> Made:
+        for round_, body in absent_once(run):
+            yield round_, canonical_json({**parse_json(body), "stop": "halted", "reason": "halt requested: enough"})
+
+    @classmethod
+    def played(cls) -> "Left":
+        run = cls(cls.halt)
+        run.play()
+        return run
+
+
+def test_nobody_resumes_after_a_halt_that_names_what_is_not_there():
+    log = RunLog(SignedStore(Left.played().bucket.stored, ENVIRON))
+    with pytest.raises(ConfigError, match="goes on"):
+        begin_next_leg(log, rounds=None, from_round=None, by="test", why="test", stamp=STAMP)
+    assert log.commits()[-1].reason.startswith("void") and log.commits()[-1].stop == "none"
+
+
+class Fails(SignedStore):
+    """Its next GET of a manifest fails once it is told so."""
+
+    fails = False
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if keys.contribution.parse(key) and self.fails:
+            self.fails = False
+            raise StoreUnavailable("busy")
+        return super().get(key, start, end)
+
+
+def test_a_judgement_that_the_store_interrupts_is_repeated():
+    store = Fails(Left.played().bucket.stored, ENVIRON)
+    log = RunLog(store)
+    judge = UnfoundedCommits(log, log.newest_begin().record, "coordinator", STAMP)
+    log.newest(log.newest_begin().record)
+    store.fails = True
+    with pytest.raises(StoreUnavailable):
+        judge.judge()
+    assert judge.judge() and not judge.judge()
 
 
 class Stopped(Attacked):
