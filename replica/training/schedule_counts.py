@@ -60,14 +60,15 @@ def go_back(
 
     Returns whether any was. Only a schedule that is stepped once in each inner step is: one in `made`, earlier rates of
     this replica (`SmallState.rates`), newest first, with the run's inner steps at that time, had made exactly these.
-    Learning rates go back with it. `made` is only read where a schedule has made more than `inner_steps`.
+    What they set in their optimizers goes back with them. `made` is only read where a schedule has made more than
+    `inner_steps`.
     """
     ahead = {name: count for name, count in _counts(stateful).items() if count > inner_steps}
     for rates, steps in made if ahead else ():
         back = sorted(name for name in ahead if _counted(states_in(rates).get(name)) == steps)
         if not back:
             continue
-        small.set_rates(rates, back)
+        small.set_rates(rates, back, alone=True)
         for name in back:
             log.info("stateful %r: the schedule goes back to step %d; it had made %d", name, inner_steps, ahead[name])
             _step(stateful[name], inner_steps - steps)

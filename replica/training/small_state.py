@@ -10,7 +10,7 @@ import base64
 import copy
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 LIMIT = 64 * 2**10  # bytes of one object's packed state, uncompressed
 _GROUPS, _OBJECTS, _MADE = "groups", "stateful", "made"
+# Hyperparameters that schedules of torch set, or go by.
+_OF_SCHEDULES = frozenset(
+    ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")
+)
 
 
 def check_stateful(given: Any) -> Mapping[str, Any]:
@@ -101,12 +105,18 @@ class SmallState:
         states = {name: each.state_dict() for name, each in schedules.items()}
         return copy.deepcopy({_GROUPS: self.hyperparameters(), _OBJECTS: states, _MADE: self._made or []})
 
-    def set_rates(self, rates: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Set hyperparameters, and torch's schedules among `names`, to a result of `rates` or of `rates_in`."""
+    def set_rates(self, rates: Mapping[str, Any], names: Iterable[str], alone: bool = False) -> None:
+        """Set hyperparameters, and torch's schedules among `names`, to a result of `rates` or of `rates_in`.
+
+        `alone`: only hyperparameters that these schedules set, in their optimizers.
+        """
+        names, of = list(names), set[int]()
         for name in names:
             if torch_schedule(self._stateful[name]) is not None and name in rates[_OBJECTS]:
                 self._stateful[name].load_state_dict(copy.deepcopy(rates[_OBJECTS][name]))
-        self.set_hyperparameters(rates[_GROUPS])
+        for schedule in filter(None, (torch_schedule(self._stateful[name]) for name in names)):
+            of |= set(map(id, schedule.optimizer.param_groups))
+        self.set_hyperparameters(rates[_GROUPS], of if alone else None)
         self._keep_new(rates.get(_MADE, []))
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -116,8 +126,11 @@ class SmallState:
             for group in self._optimizer.param_groups
         ]
 
-    def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
-        """Set the hyperparameters to `groups`, if the optimizer has that number of parameter groups."""
+    def set_hyperparameters(self, groups: list[dict[str, Any]], of: Collection[int] | None = None) -> None:
+        """Set the hyperparameters to `groups`, if the optimizer has that number of parameter groups.
+
+        `of`: unless None, `id` of the only groups that are set, to what schedules set in them.
+        """
         if len(groups) != len(self._optimizer.param_groups):
             log.warning(
                 "the optimizer has %d parameter groups, and had %d when its learning rates were saved: those that the "
@@ -128,7 +141,8 @@ class SmallState:
             return
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             for name, value in saved.items():
-                _set(group, name, value)
+                if of is None or (id(group) in of and name in _OF_SCHEDULES):
+                    _set(group, name, value)
 
     def _keep_new(self, before: list[dict[str, Any]]) -> None:
         """Set hyperparameters that the training function has set to another value than `before` to that value.

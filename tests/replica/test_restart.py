@@ -244,6 +244,28 @@ def test_a_schedule_that_does_not_count_inner_steps_does_not_go_back():
     assert [rate for _, rate in rates] == [0.25**step for step in range(8)]
 
 
+def test_what_no_schedule_set_that_goes_back_stays_as_the_loop_has_set_it():
+    """Another optimizer's rate was ten times too high for the rest of the run, a weight decay as at its beginning."""
+    fleet = Fleet(replicas=1, rounds=4, sync_every=2, quorum=1)
+    model, seen = tiny_model(), []
+    parts = list(model.parameters())
+    one, two = torch.optim.SGD(parts[:1], lr=1.0, weight_decay=0.5), torch.optim.SGD(parts[1:], lr=1.0)
+    steps = torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5**step)
+    epochs = torch.optim.lr_scheduler.StepLR(two, 1, gamma=0.1)  # stepped once, in the round that is not applied
+    with context_of(fleet, 0).attach(model, [one, two], stateful={"steps": steps, "epochs": epochs}) as session:
+        session.on_round(lambda view: one.param_groups[0].update({} if view.round > 1 else {"weight_decay": 0.0}))
+        for batch in session.batches(Counted()):
+            seen.append((session.step_count, one.param_groups[0]["lr"]))
+            for parameter in parts:
+                parameter.grad = torch.full_like(parameter, NAN if batch == 2 else 0.01)
+            one.step(), two.step(), steps.step()
+            if batch == 2:
+                epochs.step()
+    assert [step for step, _ in seen] == [0, 1, 2, 3, *range(2, 8)]
+    assert seen == [(step, 0.5**step) for step, _ in seen]
+    assert two.param_groups[0]["lr"] == 0.1 and one.param_groups[0]["weight_decay"] == 0.0
+
+
 @pytest.mark.parametrize(("author", "moves"), [(0, False), (1, True)])
 def test_only_a_launched_replica_says_how_far_a_schedule_is(author: int, moves: bool):
     """Replica 0 is a stranger, whose record may say anything."""
